@@ -24,7 +24,7 @@ from hpc_train.run.checkpoints import VERIFIED, committed, newest_attempt
 from hpc_train.run.digests import DigestWriter, StepDigest
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
-from hpc_train.training import batch_size_search
+from hpc_train.training import batch_size_search, evaluation_outputs, non_finite
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
@@ -35,26 +35,12 @@ from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
-from hpc_train.training.evaluation_outputs import (
-    EvaluationFiles,
-    KeepsFiles,
-    Pictures,
-    TaskFiles,
-    TextSamples,
-)
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.loop import AutoInterval, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
-from hpc_train.training.non_finite import (
-    Guard,
-    RollbackError,
-    SpikeRecorder,
-    check_rollbacks,
-    spike_rule,
-)
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
@@ -134,7 +120,7 @@ def _train_once(run: TrainingRun) -> bool | None:
     begin = None if run.stretch is None else run.stretch.begin
     start = resumed(rank, checkpointer, train_state, run.source, begin)
     skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
-    check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
+    non_finite.check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
     start = replace(start, position=Position(start.position.step, skipped))
     rank.note("loaded")
     if run.stretch is None:
@@ -144,7 +130,7 @@ def _train_once(run: TrainingRun) -> bool | None:
         trainer = _trainer(run, train_state, checkpointer, start, stack)
         try:
             is_done = trainer.train()
-        except RollbackError as back:
+        except non_finite.RollbackError as back:
             _go_back(run, start.position, back)
             return None
         if trainer.status is not None and is_done:
@@ -166,7 +152,7 @@ def _to_build(run: TrainingRun) -> Experiment:
     return pinned(run.paths, rank.experiment)
 
 
-def _go_back(run: TrainingRun, start: Position, back: RollbackError) -> None:
+def _go_back(run: TrainingRun, start: Position, back: non_finite.RollbackError) -> None:
     """Record which data the run skips from now on. The same on every rank."""
     window = next(Position(back.step, start.skipped).windows())
     run.skipped, run.rolled_back_at = run.skipped | {window}, back.step + 1
@@ -196,10 +182,10 @@ def _trainer(
     training = _training_batches(run, start.position, task)
     stack.callback(training.close)
     agreement = Agreement(rank.group, rank.flag)
-    rule, acts = spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
+    rule, acts = non_finite.spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
     recorder = None
     if run.spikes is not None and run.digests is not None:
-        recorder = SpikeRecorder(
+        recorder = non_finite.SpikeRecorder(
             run.spikes, run.digests.steps, training.sampler.samples, None if acts else rule
         )
     digests = _observer(run, train_state, recorder)
@@ -218,7 +204,7 @@ def _trainer(
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     if status is not None:
         status.best = selection.shown_best
-    guard = Guard(
+    guard = non_finite.Guard(
         config.optimization,
         train_state.model,
         norm_counts=not rank.precision.needs_scaler,
@@ -319,11 +305,13 @@ def _evaluator(
         return logits
 
     outputs = [
-        TextSamples.of(rank.experiment, source, task, sampled),
-        Pictures.of(rank.experiment, source, task, rank.group.control),
-        TaskFiles(task) if rank.is_first and isinstance(task, KeepsFiles) else None,
+        evaluation_outputs.TextSamples.of(rank.experiment, source, task, sampled),
+        evaluation_outputs.Pictures.of(rank.experiment, source, task, rank.group.control),
+        evaluation_outputs.TaskFiles(task)
+        if rank.is_first and isinstance(task, evaluation_outputs.KeepsFiles)
+        else None,
     ]
-    folder = EvaluationFiles(rank.paths) if rank.is_first else None
+    folder = evaluation_outputs.EvaluationFiles(rank.paths) if rank.is_first else None
     enabled = [output for output in outputs if output is not None]
     return Evaluator(train_state, forward, validation, agreement, rank.progress, enabled, folder)
 
@@ -412,7 +400,7 @@ def _saves(
     train_state: TrainState,
     checkpointer: Checkpointer,
     meters: Meters,
-    guard: Guard,
+    guard: non_finite.Guard,
     selection: ModelSelection,
     start: Resumed,
     verification: Verification | None,

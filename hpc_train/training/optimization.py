@@ -19,20 +19,9 @@ from torch.distributed.tensor import DTensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import OptimizerConfig, ScheduleConfig
+from hpc_train.experiment.topology import learning_rate
 from hpc_train.experiment.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
-from hpc_train.experiment.topology.learning_rate import (
-    OVER_SPAN,
-    OVER_STEPS,
-    Schedule,
-    ScheduleArguments,
-)
-from hpc_train.experiment.validate.optimizer_rules import (
-    UNUSABLE_OPTIMIZERS,
-    lacking_arguments,
-    problem_of_optimizer,
-    problem_of_schedule_name,
-    unfit_fused_sgd,
-)
+from hpc_train.experiment.validate import optimizer_rules
 from hpc_train.experiment.validate.part_rules import not_an_argument
 from hpc_train.training.distributed.device import Precision
 from hpc_train.training.models.fine_tuning import parameters_by_name, selected
@@ -57,7 +46,7 @@ class Optimization:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
+        schedule: learning_rate.Schedule,
         precision: Precision,
         device: torch.device,
     ) -> None:
@@ -165,7 +154,7 @@ def make_optimizer(
     arguments = _arguments(config, kind, global_batch_size)
     if config.name.lower().removeprefix("torch/") in _FUSED:
         arguments = _with_kernel(arguments, list(parameters.values()), may_fuse=may_fuse)
-    if not may_fuse and (problem := unfit_fused_sgd(config.name, config.args)):
+    if not may_fuse and (problem := optimizer_rules.unfit_fused_sgd(config.name, config.args)):
         raise problem.as_error()
     if kind is getattr(torch.optim, "Muon", None):
         _refuse_other_than_matrices(config.name, parameters)
@@ -214,7 +203,7 @@ def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
 
         return cast("list[str]", optim.list_optimizers())
 
-    if problem := problem_of_optimizer(name, names_of_timm):
+    if problem := optimizer_rules.problem_of_optimizer(name, names_of_timm):
         raise problem.as_error()
     provider, _, rest = name.lower().rpartition("/")
     if provider != "timm" and rest in (of_torch := _torch_classes()):
@@ -231,7 +220,7 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
         if inspect.isclass(kind)
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
-        and name.lower() not in UNUSABLE_OPTIMIZERS
+        and name.lower() not in optimizer_rules.UNUSABLE_OPTIMIZERS
     }
 
 
@@ -268,7 +257,7 @@ def _arguments(
     taken = inspect.signature(kind).parameters
     scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
     arguments: Arguments = {"lr": config.lr * scale}
-    for problem in lacking_arguments(config, [*taken.keys() - {"self", "params", "kwargs"}]):
+    for problem in optimizer_rules.lacking_arguments(config, [*taken.keys() - {"self", "params", "kwargs"}]):
         raise problem.as_error()
     for key in ("momentum", "weight_decay"):
         if (value := getattr(config, key)) is not None:
@@ -345,20 +334,20 @@ def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[d
     return [group for group in groups if group["params"]]
 
 
-def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
+def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> learning_rate.Schedule:
     """Return the factor of each of ``total_steps`` steps: linear warm-up, then the schedule of ``config``.
 
     Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN`` run over the steps after it; schedules of
     ``OVER_STEPS`` count from the start of the run, so that "epoch 30" is the run's. Raises BadFileError.
     """
-    if problem := problem_of_schedule_name(config.name):
+    if problem := optimizer_rules.problem_of_schedule_name(config.name):
         raise problem.as_error()
     warmup = count_warmup_steps(config, steps_per_epoch)
     if total_steps > 0 and (problem := too_long_warmup(config, warmup, total_steps)):
         raise problem.as_error()
-    arguments = ScheduleArguments(config, steps_per_epoch)
-    over_span = config.name in OVER_SPAN
-    factor = (OVER_SPAN if over_span else OVER_STEPS)[config.name](arguments)
+    arguments = learning_rate.ScheduleArguments(config, steps_per_epoch)
+    over_span = config.name in learning_rate.OVER_SPAN
+    factor = (learning_rate.OVER_SPAN if over_span else learning_rate.OVER_STEPS)[config.name](arguments)
     arguments.refuse_unused()
     floor = config.min_factor
 

@@ -26,21 +26,10 @@ from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, node_name
 from hpc_train.rank.network import listen
 from hpc_train.recovery.bad_nodes import lost_a_peer
-from hpc_train.run import working_folder
+from hpc_train.run import processes, working_folder
 from hpc_train.run.attempts import EventLog, newest_number, tell_error
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json, tail_text, write_json, write_text
-from hpc_train.run.processes import (
-    adopt_orphans,
-    awaited_commands,
-    die_with,
-    end_program_processes,
-    handles,
-    logger_processes,
-    outlive_parent,
-    program_processes,
-    reap_orphans,
-)
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
 from hpc_train.run.tracebacks import RANK_PREFIX, printed_error
 from hpc_train.workloads.program_command import ProgramStart, Rendezvous
@@ -101,7 +90,7 @@ class _Supervisor:
         #: Whether the program handles SIGTERM.
         self._catches_stop = False
         #: The launcher with which this process would have died, without ending the program's processes.
-        self._launcher = outlive_parent()
+        self._launcher = processes.outlive_parent()
 
     def run(self) -> ExitCode:
         """Return the exit code of this rank."""
@@ -156,7 +145,7 @@ class _Supervisor:
             self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
         print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
-        adopt_orphans()
+        processes.adopt_orphans()
         try:
             child = self._start(command, folder, start.environment())
         except OSError as error:
@@ -166,7 +155,7 @@ class _Supervisor:
         if self._metrics is not None:
             self._metrics.read_output(child)
             self._metrics.start_loggers()
-        self._children = {child.pid, *logger_processes()}
+        self._children = {child.pid, *processes.logger_processes()}
         state = "failed"
         try:
             code = self._judge(self._wait(child))
@@ -196,9 +185,9 @@ class _Supervisor:
         After a stop the processes below a shell may still save when it has ended.
         """
         kill_at: float | None = None
-        while child.poll() is None or (kill_at is not None and program_processes()):
+        while child.poll() is None or (kill_at is not None and processes.program_processes()):
             self._beat()
-            reap_orphans(self._children)
+            processes.reap_orphans(self._children)
             if self._flag and kill_at is None:
                 limit_s = self._stop_limit_s()
                 kill_at = time.monotonic() + limit_s
@@ -218,8 +207,8 @@ class _Supervisor:
 
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
         """Send SIGTERM to the program; of a shell, to the commands that handle it, and not to ``tee``."""
-        commands = awaited_commands(child.pid)
-        handling = [pid for pid in commands if handles(pid, signal.SIGTERM)]
+        commands = processes.awaited_commands(child.pid)
+        handling = [pid for pid in commands if processes.handles(pid, signal.SIGTERM)]
         self._catches_stop = bool(handling)
         for pid in handling or commands or [child.pid]:
             with suppress(ProcessLookupError):
@@ -227,7 +216,7 @@ class _Supervisor:
 
     def _finish(self) -> None:
         """End the processes that the program has left behind, then read its last rows."""
-        if left := end_program_processes(self._children):
+        if left := processes.end_program_processes(self._children):
             print(f"hpc-train: the program has left {counted(left, 'process')} behind: ended", flush=True)
         if self._metrics is not None:
             self._metrics.finish()  # without those processes its output has an end
@@ -248,7 +237,7 @@ class _Supervisor:
 
     def _end_hung(self, child: subprocess.Popen[bytes]) -> NoReturn:
         """Have all processes of the program print their stacks, and end them. Raises _HungError."""
-        for pid in program_processes():
+        for pid in processes.program_processes():
             with suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
         deadline = time.monotonic() + _STACKS_S
@@ -321,7 +310,7 @@ class _Supervisor:
     def _die_with_launcher(self) -> None:
         """End the program and this process as if the kernel had killed both with the launcher."""
         if self._launcher is not None and os.getppid() != self._launcher:
-            end_program_processes(self._children)
+            processes.end_program_processes(self._children)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _beat(self) -> None:
@@ -380,7 +369,7 @@ def _prepare(supervisor: int) -> Callable[[], None]:
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-        die_with(supervisor)
+        processes.die_with(supervisor)
 
     return prepare
 

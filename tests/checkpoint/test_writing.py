@@ -169,7 +169,7 @@ def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save_and_is
 
     trainee = Trainee()
     checkpointer = trainee.checkpointer(run)
-    monkeypatch.setattr(writing, "prune", refuse)
+    monkeypatch.setattr(writing.checkpoints, "prune", refuse)
     for step in (1, 2):
         checkpointer.save(trainee.state, step, {})
     [warning] = caplog.messages

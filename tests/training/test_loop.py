@@ -231,7 +231,7 @@ def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the ranks would look at what goes away meanwhile."""
-    hold(monkeypatch, writing, "prune", "close", "_clearing")
+    hold(monkeypatch, writing.checkpoints, "prune", "close", "_clearing")
     with pytest.raises(RollbackError):
         make_trainer(run, "rollback").train()
     assert folder_names(run) == ["step-00000002", "step-00000003"]

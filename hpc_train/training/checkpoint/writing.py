@@ -24,20 +24,8 @@ from torch import Tensor
 from hpc_train.errors import FINITE_REMEDY, BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.rank import signals
-from hpc_train.run import evaluation_jobs
+from hpc_train.run import checkpoints, evaluation_jobs
 from hpc_train.run.best import BEST, Best
-from hpc_train.run.checkpoints import (
-    FORMAT_VERSION,
-    VERIFIED,
-    FileEntry,
-    Manifest,
-    file_entry,
-    hash_file,
-    move_away,
-    newest_attempt,
-    prune,
-    read_object,
-)
 from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.files import free_space, sync_folder, write_text
 from hpc_train.run.storage_errors import retried, storage_error
@@ -129,7 +117,7 @@ class CheckpointWriter:
 
     def refuse_if_fenced(self) -> None:
         """Raise UserError if a later attempt owns the run; then this attempt commits and removes nothing."""
-        owner = newest_attempt(self.paths)
+        owner = checkpoints.newest_attempt(self.paths)
         if owner > self.attempt:
             raise UserError(f"attempt {owner} continues this run; attempt {self.attempt} saves nothing more")
 
@@ -168,29 +156,33 @@ class CheckpointWriter:
             return
         files, tensors, others = self._merge_indices(temporary)
         rest = united({0: staged.rest, **others}, tensors)
-        state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
+        state = {"version": checkpoints.FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
-        files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
+        files[temporary.state.name] = checkpoints.FileEntry(
+            temporary.state.stat().st_size, checkpoints.hash_file(temporary.state)
+        )
         extra = staged.rest.get("extra", {})
-        best, verified = decoded(Best, extra.get(BEST)), extra.get(VERIFIED)
-        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(temporary)
+        best, verified = decoded(Best, extra.get(BEST)), extra.get(checkpoints.VERIFIED)
+        checkpoints.Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(
+            temporary
+        )
         self.refuse_if_fenced()
         folder = self.paths.checkpoint(staged.step).folder
         if folder.exists():
-            move_away(folder)
+            checkpoints.move_away(folder)
         temporary.folder.rename(folder)
         sync_folder(self.paths.checkpoints)
 
     def _merge_indices(
         self, temporary: CheckpointPaths
-    ) -> tuple[dict[str, FileEntry], dict[str, dict[str, Any]], dict[int, dict[str, Any]]]:
-        files: dict[str, FileEntry] = {}
+    ) -> tuple[dict[str, checkpoints.FileEntry], dict[str, dict[str, Any]], dict[int, dict[str, Any]]]:
+        files: dict[str, checkpoints.FileEntry] = {}
         tensors: dict[str, dict[str, Any]] = {}
         others: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.world_size):
-            index = read_object(temporary.shard_index(rank))
+            index = checkpoints.read_object(temporary.shard_index(rank))
             name = temporary.shard(rank).name
-            files[name] = file_entry(temporary.shard_index(rank), name, index["file"])
+            files[name] = checkpoints.file_entry(temporary.shard_index(rank), name, index["file"])
             for name, entry in index["tensors"].items():
                 merged = tensors.setdefault(name, {**entry, "pieces": []})
                 merged["pieces"] += entry["pieces"]
@@ -205,7 +197,7 @@ class CheckpointWriter:
             return
         try:
             needed = evaluation_jobs.unfinished(self.paths)
-            prune(self.paths, self.keep, self.attempt, self.keep_every, needed)
+            checkpoints.prune(self.paths, self.keep, self.attempt, self.keep_every, needed)
         except OSError as error:  # the next save tries again
             if error.errno not in self._warned_of:
                 self._warned_of.add(error.errno)

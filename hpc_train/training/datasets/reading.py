@@ -18,15 +18,9 @@ from torch.utils.data import Dataset
 
 from hpc_train.errors import BadFileError, HpcTrainError, TransientStorageError
 from hpc_train.run.bad_samples import BadSample, Part
+from hpc_train.training.datasets import images
 from hpc_train.training.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.training.datasets.decoding import UndecodableError, read_image
-from hpc_train.training.datasets.images import (
-    DEFAULT_RULES,
-    PixelRules,
-    as_inputs,
-    inputs_and_target,
-    sample_path,
-)
 from hpc_train.training.datasets.packed import DamagedPackError
 from hpc_train.training.datasets.random_numbers import hash_words, restored_generators, seed_generators
 from hpc_train.training.datasets.sampler import Slot
@@ -99,7 +93,7 @@ class SlotReader(Dataset[Read | Failure]):
         *,
         part: Part = "train",
         skip_bad: bool = False,
-        rules: PixelRules = DEFAULT_RULES,
+        rules: images.PixelRules = images.DEFAULT_RULES,
     ) -> None:
         self._split = split
         # Once: a protocol check takes as long as reading a small sample.
@@ -290,11 +284,11 @@ class SlotReader(Dataset[Read | Failure]):
             return read_image(content, self._files.channels, index, self._rules), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
         seed_generators(seed)
-        inputs, target = inputs_and_target(self._samples[index])
-        return as_inputs(inputs, self._channels), target
+        inputs, target = images.inputs_and_target(self._samples[index])
+        return images.as_inputs(inputs, self._channels), target
 
     def _bad_sample(self, index: int, error: Exception) -> BadSample:
-        path = sample_path(self._split, index)
+        path = images.sample_path(self._split, index)
         name = f"sample {index}" if path is None else str(path)
         return BadSample(self._part, index, name, _cause(error))
 

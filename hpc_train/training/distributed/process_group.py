@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    Store,
-)
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from hpc_train.errors import PeerLostError, TryAgainError
@@ -68,7 +66,7 @@ class Group:
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
-    store: Store
+    store: c10d.Store
     timeouts: Timeouts
     #: Memory for the exchange at each step, if all ranks are on one node.
     shared_flags: SharedFlags | None = None

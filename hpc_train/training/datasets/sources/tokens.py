@@ -28,15 +28,9 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import token_shards
 from hpc_train.experiment.data_facts.data_size import num_sequences
 from hpc_train.experiment.data_facts.raw_tokens import Shard
-from hpc_train.experiment.data_facts.token_shards import (
-    DamagedShardError,
-    TokensArgs,
-    TokenShards,
-    find_shards,
-    tokenizer_file,
-)
 from hpc_train.training.datasets import token_writing
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest
 from hpc_train.training.datasets.token_check import check_before_use
@@ -79,7 +73,7 @@ class OpenShards:
 class TokenSplit:
     """Sequences of ``sequence_length`` tokens of one split. Sample i: inputs and targets (T,)."""
 
-    def __init__(self, shards: TokenShards, part: str, sequence_length: int) -> None:
+    def __init__(self, shards: token_shards.TokenShards, part: str, sequence_length: int) -> None:
         self._shards = shards.parts[part]
         self._ends = list(accumulate(shard.num_tokens for shard in self._shards))
         self._dtype = np.dtype(shards.dtype).newbyteorder("<")
@@ -136,7 +130,9 @@ class TokenSplit:
         while place:
             count = os.preadv(descriptor, [place], offset)
             if count == 0:
-                raise DamagedShardError.of(shard.path, f"it ends at byte {os.fstat(descriptor).st_size}")
+                raise token_shards.DamagedShardError.of(
+                    shard.path, f"it ends at byte {os.fstat(descriptor).st_size}"
+                )
             place, offset = place[count:], offset + count
 
     def _refuse(self, rows_BT: np.ndarray[Any, Any], starts: Sequence[int]) -> None:
@@ -155,10 +151,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     With ``download`` (``prepare``) shards of the text are written first.
     """
     refuse_rest(config)
-    args = parse_args(TokensArgs, config)
+    args = parse_args(token_shards.TokensArgs, config)
     if download:
         token_writing.ensure(config, args)
-    shards = find_shards(config, args)
+    shards = token_shards.find_shards(config, args)
     splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
     if download and shards.folder is None:
         for split in splits.values():
@@ -168,7 +164,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     )
 
 
-def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:
+def _info(shards: token_shards.TokenShards, args: token_shards.TokensArgs) -> DataInfo:
     names = () if shards.characters is None else (*shards.characters, "")  # the last: end of a document
     return DataInfo(
         num_classes=shards.vocabulary_size,
@@ -181,14 +177,14 @@ def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:
     )
 
 
-def _decoding(shards: TokenShards, args: TokensArgs) -> str:
+def _decoding(shards: token_shards.TokenShards, args: token_shards.TokensArgs) -> str:
     """Return ``DataInfo.tokenizer``."""
     if shards.folder is None or shards.tokenizer in ("bytes", "characters"):
         return shards.tokenizer
-    return f"{shards.folder}/{VOCABULARY if tokenizer_file(args) is None else TOKENIZER}"
+    return f"{shards.folder}/{VOCABULARY if token_shards.tokenizer_file(args) is None else TOKENIZER}"
 
 
-def _split(shards: TokenShards, part: str, sequence_length: int) -> TokenSplit:
+def _split(shards: token_shards.TokenShards, part: str, sequence_length: int) -> TokenSplit:
     split = TokenSplit(shards, part, sequence_length)
     if len(split) == 0:
         raise BadFileError(
