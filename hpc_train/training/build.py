@@ -301,8 +301,7 @@ def _evaluator(
 
     def sampled(batch: Batch) -> Tensor:
         rank.progress.at("sampling text", batch.step, part=batch.number)
-        logits: Tensor = forward.outputs(train_state.wrapped, batch)
-        return logits
+        return forward.outputs(train_state.wrapped, batch)
 
     outputs = [
         evaluation_outputs.TextSamples.of(rank.experiment, source, task, sampled),

@@ -242,10 +242,7 @@ def _timm_maker(name: str) -> _Maker:
 
         # The factory's own default is 0, whatever the class's default is.
         default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
-        optimizer: torch.optim.Optimizer = optim.create_optimizer_v2(
-            groups, opt=name, **({"weight_decay": default} | arguments)
-        )
-        return optimizer
+        return optim.create_optimizer_v2(groups, opt=name, **({"weight_decay": default} | arguments))
 
     return make
 

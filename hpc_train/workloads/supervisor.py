@@ -95,16 +95,13 @@ class _Supervisor:
     def run(self) -> ExitCode:
         """Return the exit code of this rank."""
         meeting = self._prepare() if self._facts.rank == 0 else self._await_meeting()
-        if self._starts_program():
+        per, facts = self._job.program.per, self._facts
+        if per == "rank" or (per == "node" and facts.local_rank == 0) or facts.rank == 0:
             code = self._follow(meeting)
             if code != ExitCode.DONE:
                 return code
         write_text(self._attempt.ended(self._facts.rank), "")
         return self._await_others()
-
-    def _starts_program(self) -> bool:
-        per, facts = self._job.program.per, self._facts
-        return per == "rank" or (per == "node" and facts.local_rank == 0) or facts.rank == 0
 
     def _prepare(self) -> Rendezvous:
         """Make the working folder and publish the meeting. Rank 0 only."""

@@ -54,8 +54,7 @@ def model_names() -> list[str]:
 
 
 def _segmentation_names() -> list[str]:
-    names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
-    return names
+    return torchvision.models.list_models(module=torchvision.models.segmentation)
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:

@@ -59,7 +59,13 @@ class Classification(Task):
             "a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1
         )
         if has_vectors:
-            self.target_spec = _vector_spec(num_classes, has_several=self._has_several)
+            self.target_spec = TargetSpec(
+                "a yes (1) or no (0) per class" if self._has_several else "the share of each class",
+                kind="any" if self._has_several else "float",
+                shape=(num_classes,),
+                minimum=0,
+                maximum=1,
+            )
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the samples, or over their class weights, of the loss with label smoothing."""
@@ -224,12 +230,6 @@ def _check_top5_is_unused(experiment: Experiment) -> None:
             raise BadFileError(
                 f"{key}: accuracy_top5 needs more than {_TOP} classes; write accuracy or another metric"
             )
-
-
-def _vector_spec(num_classes: int, *, has_several: bool) -> TargetSpec:
-    meaning = "a yes (1) or no (0) per class" if has_several else "the share of each class"
-    kind = "any" if has_several else "float"
-    return TargetSpec(meaning, kind=kind, shape=(num_classes,), minimum=0, maximum=1)  # type: ignore[arg-type]
 
 
 def _totals(sums: dict[str, Tensor]) -> dict[str, Tensor]:
