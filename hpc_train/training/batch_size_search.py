@@ -39,11 +39,10 @@ from hpc_train.experiment.validate.slurm_rules import max_nodes, ranks_on_each_n
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, is_started_by_slurm
-from hpc_train.run import processes
+from hpc_train.run import processes, weight_source
 from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import training_experiment
 from hpc_train.run.found_micro_batch import Found, keep, kept
-from hpc_train.run.weight_source import with_source
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.compiling import compile_error
 from hpc_train.training.datasets.base import DataSource
@@ -332,7 +331,7 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     data_ranks = context.degrees.data_ranks
     arithmetic = BatchArithmetic.of(experiment.optimization, len(place.source.train), data_ranks)
     # Built again for each size: a pipeline or a compiled model keeps the first shapes it saw.
-    train_state = build(with_source(experiment, None), info, arithmetic, context)
+    train_state = build(weight_source.with_source(experiment, None), info, arithmetic, context)
     if has_batchnorm(train_state.model):  # known models were refused when the file was checked
         raise auto_batchnorm(experiment.model.name).as_error()
     task = make_task(experiment, info)

@@ -19,14 +19,10 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
-from hpc_train.run import evaluation_jobs
-from hpc_train.run.checkpoints import VERIFIED, committed, newest_attempt
+from hpc_train.run import checkpoints, evaluation_jobs, metric_rows, weight_source
 from hpc_train.run.digests import DigestWriter, StepDigest
-from hpc_train.run.metric_rows import evaluation_rows
-from hpc_train.run.weight_source import pinned, with_source
-from hpc_train.training import batch_size_search, evaluation_outputs, non_finite
+from hpc_train.training import batch_size_search, compiling, evaluation_outputs, non_finite
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
-from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.datasets.batches import TrainingBatches, training_batches
 from hpc_train.training.datasets.building import build_source
@@ -146,10 +142,10 @@ def _to_build(run: TrainingRun) -> Experiment:
     rank = run.rank
     if rank.experiment.model.init_from is None:
         return rank.experiment
-    has_weights = bool(committed(run.paths)) if run.stretch is None else run.stretch.begin > 0
+    has_weights = bool(checkpoints.committed(run.paths)) if run.stretch is None else run.stretch.begin > 0
     if Agreement(rank.group, rank.flag).rank_0_says(has_weights):
-        return with_source(rank.experiment, None)
-    return pinned(run.paths, rank.experiment)
+        return weight_source.with_source(rank.experiment, None)
+    return weight_source.pinned(run.paths, rank.experiment)
 
 
 def _go_back(run: TrainingRun, start: Position, back: non_finite.RollbackError) -> None:
@@ -164,7 +160,7 @@ def _checkpointer(run: TrainingRun, train_state: TrainState) -> Checkpointer:
     rank = run.rank
     return Checkpointer(
         run.paths,
-        rank.attempt if run.stretch is None else newest_attempt(run.paths),
+        rank.attempt if run.stretch is None else checkpoints.newest_attempt(run.paths),
         train_state.strategy,
         rank.facts.rank,
         rank.facts.world_size,
@@ -196,11 +192,11 @@ def _trainer(
         verification = Verification(rank, train_state, checkpointer.ranks, training, steps, start)
         observers.insert(0, verification)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
-    compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
+    compilation = stack.enter_context(compiling.watched(config.compile, _on_compilation(rank, status)))
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
     forward = _forward(run, train_state, task, progress, observers)
-    rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
+    rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     if status is not None:
         status.best = selection.shown_best
@@ -409,7 +405,7 @@ def _saves(
     def extra_at(step: int) -> dict[str, Any]:
         position = Position(step, start.position.skipped)
         facts = extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
-        verified = {} if verification is None else {VERIFIED: verification.verified}
+        verified = {} if verification is None else {checkpoints.VERIFIED: verification.verified}
         return facts | selection.extra() | verified
 
     def on_saved(save: Save) -> None:

@@ -19,10 +19,8 @@ from torch.distributed.tensor import DTensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import OptimizerConfig, ScheduleConfig
-from hpc_train.experiment.topology import learning_rate
-from hpc_train.experiment.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
-from hpc_train.experiment.validate import optimizer_rules
-from hpc_train.experiment.validate.part_rules import not_an_argument
+from hpc_train.experiment.topology import batch_arithmetic, learning_rate
+from hpc_train.experiment.validate import optimizer_rules, part_rules
 from hpc_train.training.distributed.device import Precision
 from hpc_train.training.models.fine_tuning import parameters_by_name, selected
 from hpc_train.training.strategies.pieces import local_part
@@ -261,7 +259,7 @@ def _arguments(
             arguments[key] = value
     for key, value in config.args.items():
         if key in _OWN_KEYS:
-            raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
+            raise part_rules.not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
         arguments[key] = tuple(value) if isinstance(value, list) else value
     return arguments
 
@@ -339,8 +337,8 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
     """
     if problem := optimizer_rules.problem_of_schedule_name(config.name):
         raise problem.as_error()
-    warmup = count_warmup_steps(config, steps_per_epoch)
-    if total_steps > 0 and (problem := too_long_warmup(config, warmup, total_steps)):
+    warmup = batch_arithmetic.count_warmup_steps(config, steps_per_epoch)
+    if total_steps > 0 and (problem := batch_arithmetic.too_long_warmup(config, warmup, total_steps)):
         raise problem.as_error()
     arguments = learning_rate.ScheduleArguments(config, steps_per_epoch)
     over_span = config.name in learning_rate.OVER_SPAN

@@ -33,7 +33,7 @@ from hpc_train.experiment.plan.sweep import expand
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, too_few_samples
 from hpc_train.experiment.validate.loading import load as load_file
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
-from hpc_train.training import trial_step
+from hpc_train.training import model_selection, rank_exit, trial_step
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import try_samples
 from hpc_train.training.datasets.building import build_source
@@ -41,11 +41,9 @@ from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
-from hpc_train.training.model_selection import refuse_no_evaluations
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.optimization import make_schedule
-from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, assemble, load_initial_weights
 
@@ -118,7 +116,7 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
         if (settings := (data, step_settings(experiment))) in done:
             continue
         done.add(settings)
-        refuse_no_evaluations(experiment, source)
+        model_selection.refuse_no_evaluations(experiment, source)
         with _building("task", experiment.task):
             task = make_task(experiment, source.info)
         batches, bad = _try_data(experiment, source, task)
@@ -249,7 +247,7 @@ def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str |
         with _building("model.name", config.name), limit:
             return build_model(config, info, download=True), None
     except BadFileError as error:
-        if out_of_memory(error) is None:
+        if rank_exit.out_of_memory(error) is None:
             raise
         return None, trial_step.MEMORY_RAN_OUT
 

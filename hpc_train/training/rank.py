@@ -35,9 +35,8 @@ from hpc_train.training.distributed.device import (
 )
 from hpc_train.training.distributed.process_group import Group, make_group
 from hpc_train.training.distributed.rendezvous import Timeouts, meet
-from hpc_train.training.health import node_check
+from hpc_train.training.health import node_check, stacks
 from hpc_train.training.health.progress import Progress
-from hpc_train.training.health.stacks import limit_core_files
 from hpc_train.training.health.watchdog import CONNECT_LIMIT_S, Watchdog
 
 #: Assumed: the first step compiles and reads cold data.
@@ -116,7 +115,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     has_mesh = traits_of(experiment.parallel.strategy).has_mesh
     axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
     limits.check_open_files(facts, axes, experiment.workers, node_name(os.environ))
-    limit_core_files(os.environ)
+    stacks.limit_core_files(os.environ)
     limits.check_address_space(node_name(os.environ))
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s = experiment.recovery.hang_after_min * 60

@@ -18,9 +18,8 @@ from hpc_train.experiment.config.schema import Program
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import LoggerThread, call_all, start_loggers
 from hpc_train.paths import RunPaths
-from hpc_train.run import metric_rows
+from hpc_train.run import file_shapes, metric_rows
 from hpc_train.run.best import BestSoFar, default_metric, goal_of
-from hpc_train.run.file_shapes import encoded
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16
@@ -84,7 +83,7 @@ class ProgramMetrics:
         """The best evaluation, for ``status.json``; None before the first of this attempt."""
         if self._best is None or self._best.best is None:
             return None
-        return encoded(self._best.best) | {"mode": self._best.mode}
+        return file_shapes.encoded(self._best.best) | {"mode": self._best.mode}
 
     def start_loggers(self) -> None:
         """Start the file's loggers, each in a thread of its own."""

@@ -22,16 +22,13 @@ from typing import NoReturn
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UserError, counted
 from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.rank import signals
+from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts, node_name
-from hpc_train.rank.network import listen
 from hpc_train.recovery.bad_nodes import lost_a_peer
-from hpc_train.run import processes, working_folder
+from hpc_train.run import files, processes, tracebacks, working_folder
 from hpc_train.run.attempts import EventLog, newest_number, tell_error
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import read_json, tail_text, write_json, write_text
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
-from hpc_train.run.tracebacks import RANK_PREFIX, printed_error
 from hpc_train.workloads.program_command import ProgramStart, Rendezvous
 from hpc_train.workloads.program_metrics import ProgramMetrics, recover_rows
 
@@ -100,7 +97,7 @@ class _Supervisor:
             code = self._follow(meeting)
             if code != ExitCode.DONE:
                 return code
-        write_text(self._attempt.ended(self._facts.rank), "")
+        files.write_text(self._attempt.ended(self._facts.rank), "")
         return self._await_others()
 
     def _prepare(self) -> Rendezvous:
@@ -109,15 +106,15 @@ class _Supervisor:
         self._events.note("rank")
         self._write_status("running")
         folder = working_folder.make(self._paths, self._job.program.outputs)
-        listener, hosts = listen(os.environ, self._facts.num_nodes, 1)
+        listener, hosts = network.listen(os.environ, self._facts.num_nodes, 1)
         with listener:  # the program's first rank takes the port after this
             meeting = Rendezvous(hosts[0], listener.getsockname()[1], str(folder))
-        write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
+        files.write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
         return meeting
 
     def _await_meeting(self) -> Rendezvous:
         deadline = time.monotonic() + _PREPARE_LIMIT_S
-        while (published := read_json(self._attempt.program)) is None:
+        while (published := files.read_json(self._attempt.program)) is None:
             self._leave_if_stopped()
             if time.monotonic() > deadline:
                 raise HpcTrainError(f"rank 0 has not prepared {self._paths.work} in {_PREPARE_LIMIT_S:g} s")
@@ -283,8 +280,10 @@ class _Supervisor:
         if number := _signal_of(code):
             how = "was" if code < 0 else f"ended with exit code {code}:"
             return f"the program {how} killed by {number.name}"
-        text = RANK_PREFIX.sub("", tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES))
-        if error := printed_error(text, self._paths.work, lost_a_peer):
+        text = tracebacks.RANK_PREFIX.sub(
+            "", files.tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES)
+        )
+        if error := tracebacks.printed_error(text, self._paths.work, lost_a_peer):
             return error
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
         return f"the program ended with exit code {code}: {last}"
@@ -316,7 +315,7 @@ class _Supervisor:
         if self._facts.local_rank == 0 and at - self._heartbeat_at >= _HEARTBEAT_S:
             self._heartbeat_at = at
             with suppress(OSError):
-                write_json(self._attempt.heartbeat(node_name(os.environ)), {"version": 1, "ranks": {}})
+                files.write_json(self._attempt.heartbeat(node_name(os.environ)), {"version": 1, "ranks": {}})
         if self._metrics is not None and at - self._status_at >= _STATUS_S:
             self._status_at = at
             self._metrics.poll()
@@ -357,7 +356,7 @@ class _Supervisor:
 def has_stopped(attempt: AttemptPaths) -> bool:
     """Return True if a rank's program has ended because ``session.should_stop`` was true."""
     logs = attempt.files_of_ranks(".session").values()
-    lines = (line for path in logs for line in tail_text(path, _TAIL_BYTES).splitlines())
+    lines = (line for path in logs for line in files.tail_text(path, _TAIL_BYTES).splitlines())
     return any(line.startswith('["stopping", ') for line in lines)
 
 

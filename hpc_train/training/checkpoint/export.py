@@ -24,11 +24,9 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
 from hpc_train.experiment.config.schema import as_training
 from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths
-from hpc_train.run import frozen_experiment
+from hpc_train.run import files, frozen_experiment, storage_errors
 from hpc_train.run.checkpoints import committed, find_step, kept_best, selection_words, verify
-from hpc_train.run.files import read_json, sync_folder
 from hpc_train.run.find import refuse_target, run_name
-from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
 from hpc_train.training.checkpoint.state import EMA, MODEL
@@ -57,7 +55,7 @@ def export(
     saved = SavedState.read(checkpoint)
     ema = uses_ema(run, saved, ema)
     entries = plain_weights(checkpoint, saved, ema=ema)
-    run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
+    run_id = str((files.read_json(run.run) or {}).get("id", run.folder.name))
     metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
     if target.suffix in PROGRAMS:
         from hpc_train.training.checkpoint.inference import load_model, write_program
@@ -111,9 +109,9 @@ def _write(target: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         temporary.replace(target)
-        sync_folder(target.parent)
+        files.sync_folder(target.parent)
     except OSError as error:
-        raise storage_error(error, target) from error
+        raise storage_errors.storage_error(error, target) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -24,11 +24,9 @@ from torch import Tensor
 from hpc_train.errors import FINITE_REMEDY, BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.rank import signals
-from hpc_train.run import checkpoints, evaluation_jobs
+from hpc_train.run import checkpoints, evaluation_jobs, file_shapes, storage_errors
 from hpc_train.run.best import BEST, Best
-from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.files import free_space, sync_folder, write_text
-from hpc_train.run.storage_errors import retried, storage_error
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.checkpoint.saved_tensors import SavedTensor
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
@@ -92,7 +90,7 @@ class CheckpointWriter:
             self.together(temporary.folder, lambda: _refuse_non_finite(staged))
             self.together(temporary.folder, lambda: self._make_room(temporary, staged.total_nbytes))
             shard, write = temporary.shard(self.ranks.rank), partial(self._write_shard, temporary, staged)
-            self.together(temporary.folder, lambda: retried(write, shard))
+            self.together(temporary.folder, lambda: storage_errors.retried(write, shard))
             if before_commit is not None:
                 self.together(self.paths.folder, before_commit)
             self.together(temporary.folder, lambda: self._commit(temporary, staged))
@@ -110,7 +108,7 @@ class CheckpointWriter:
             except (OSError, BadFileError) as error:
                 self.refuse_if_fenced()  # the later attempt has removed this attempt's files
                 if isinstance(error, OSError):
-                    raise storage_error(error, folder) from error
+                    raise storage_errors.storage_error(error, folder) from error
                 raise
 
         return self.ranks.together(named_errors)
@@ -144,7 +142,7 @@ class CheckpointWriter:
         entries = {name: Entry.of(tensor) for name, tensor in staged.tensors.items()}
         file = write_safetensors(temporary.shard(rank), entries, {"step": str(staged.step)})
         index = {
-            "file": encoded(file),
+            "file": file_shapes.encoded(file),
             "tensors": {name: entry.to_json() for name, entry in staged.table.items()},
             "rest": staged.rest if rank else {},
         }
@@ -162,7 +160,7 @@ class CheckpointWriter:
             temporary.state.stat().st_size, checkpoints.hash_file(temporary.state)
         )
         extra = staged.rest.get("extra", {})
-        best, verified = decoded(Best, extra.get(BEST)), extra.get(checkpoints.VERIFIED)
+        best, verified = file_shapes.decoded(Best, extra.get(BEST)), extra.get(checkpoints.VERIFIED)
         checkpoints.Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(
             temporary
         )

@@ -24,8 +24,7 @@ import xxhash
 from hpc_train.console import say
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts import listed_data
-from hpc_train.experiment.data_facts.root_layout import why_not_read
+from hpc_train.experiment.data_facts import listed_data, root_layout
 from hpc_train.run.files import open_regular, replacing
 from hpc_train.run.storage_errors import storage_error
 
@@ -148,7 +147,7 @@ def index_of(
 def _made(files: Sequence[Path], make: Callable[[], Index]) -> Index:
     """Return the result of ``make``. Raises BadFileError for a file that is a pointer of Git LFS."""
     for path in files:
-        if (why := why_not_read(path)) is not None:
+        if (why := root_layout.why_not_read(path)) is not None:
             raise BadFileError(f"data.root: {path} {why}; put the file itself there")
     return make()
 

@@ -17,9 +17,8 @@ from PIL import Image, ImageFile
 
 from hpc_train.errors import listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.training.datasets import images
+from hpc_train.training.datasets import decoding, images
 from hpc_train.training.datasets.base import DataSource, FileSplit
-from hpc_train.training.datasets.decoding import has_sixteen_bit_colors, is_decoded
 from hpc_train.training.datasets.types import DataInfo
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
@@ -80,7 +79,7 @@ class _Inspection:
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
             try:
                 content, target = split.file_content(index)
-                if not is_decoded(content):
+                if not decoding.is_decoded(content):
                     self._inspect_file(split, index, content)
             except Exception:  # any error of a source or Pillow: reading the sample reports it
                 continue
@@ -212,7 +211,7 @@ class _Inspection:
         """Yield each kind of loss; for gray values with the minimum and maximum, else with zeros."""
         if getattr(image, "n_frames", 1) > 1 and image.format not in _PREVIEWS:
             yield "frames", 0, 0
-        if has_sixteen_bit_colors(image):
+        if decoding.has_sixteen_bit_colors(image):
             yield "colors", 0, 0
         if image.mode == "CMYK":
             yield "cmyk", 0, 0

@@ -18,13 +18,11 @@ from torch.utils.data import Dataset
 
 from hpc_train.errors import BadFileError, HpcTrainError, TransientStorageError
 from hpc_train.run.bad_samples import BadSample, Part
-from hpc_train.training.datasets import images
+from hpc_train.training.datasets import images, random_numbers, skipping
 from hpc_train.training.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.training.datasets.decoding import UndecodableError, read_image
 from hpc_train.training.datasets.packed import DamagedPackError
-from hpc_train.training.datasets.random_numbers import hash_words, restored_generators, seed_generators
 from hpc_train.training.datasets.sampler import Slot
-from hpc_train.training.datasets.skipping import stand_ins
 from hpc_train.training.datasets.sources.text import TextSplit
 from hpc_train.training.datasets.targets import MisfitError, TargetCheck
 from hpc_train.training.datasets.types import Batch, Tensors, is_structured
@@ -188,7 +186,7 @@ class SlotReader(Dataset[Read | Failure]):
     def _one_by_one(
         self, slot: Slot, bad: dict[int, BadSample], undecodable: dict[int, BadSample]
     ) -> tuple[list[Tensors], Tensors]:
-        with restored_generators():
+        with random_numbers.restored_generators():
             samples = [
                 # Another rank reports bad samples in the padding.
                 self._sample(slot.epoch, index, bad if place < slot.num_valid else {}, undecodable)
@@ -245,7 +243,7 @@ class SlotReader(Dataset[Read | Failure]):
             first = bad[index] = undecodable[index]
         else:
             try:
-                return self._try_sample(index, hash_words(self._seed, epoch, index))
+                return self._try_sample(index, random_numbers.hash_words(self._seed, epoch, index))
             except _NOT_BAD:
                 raise
             except Exception as error:
@@ -253,7 +251,7 @@ class SlotReader(Dataset[Read | Failure]):
                 if not self._skip_bad:
                     raise _unusable(first, error) from error
                 bad[index] = first
-        for word, other in stand_ins(self._seed, epoch, index, len(self._split)):
+        for word, other in skipping.stand_ins(self._seed, epoch, index, len(self._split)):
             if other in undecodable:
                 bad[other] = undecodable[other]
                 continue
@@ -283,7 +281,7 @@ class SlotReader(Dataset[Read | Failure]):
             content, target = self._files.file_content(index)
             return read_image(content, self._files.channels, index, self._rules), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
-        seed_generators(seed)
+        random_numbers.seed_generators(seed)
         inputs, target = images.inputs_and_target(self._samples[index])
         return images.as_inputs(inputs, self._channels), target
 

@@ -19,8 +19,7 @@ import xxhash
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts import token_shards
-from hpc_train.experiment.data_facts.root_layout import unread_texts
+from hpc_train.experiment.data_facts import root_layout, token_shards
 from hpc_train.run.files import replacing, write_json, write_text
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.datasets import tokenization
@@ -68,7 +67,7 @@ def ensure(data: DataConfig, args: token_shards.TokensArgs) -> None:
 
 
 def _report_unread(root: Path, read: _Sources) -> None:
-    unread = unread_texts(root, {path for paths in read.values() for path in paths})
+    unread = root_layout.unread_texts(root, {path for paths in read.values() for path in paths})
     if unread:
         say(
             f"data.root: {counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)}): text is in "

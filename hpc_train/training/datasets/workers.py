@@ -30,8 +30,7 @@ from hpc_train.run import processes
 from hpc_train.training.datasets import transport
 from hpc_train.training.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.training.datasets.sampler import Slot
-from hpc_train.training.distributed import shared_flags
-from hpc_train.training.distributed.timed_call import within
+from hpc_train.training.distributed import shared_flags, timed_call
 
 #: The death of a killed loader process is detected soon, but its connection may break slightly earlier.
 _DEATH_LIMIT_S = 2.0
@@ -140,7 +139,7 @@ class BatchStream(Iterator[Read]):
             self._deaths.are_expected = True
             iterator._shutdown_workers()
         else:
-            within(_SHUTDOWN_LIMIT_S, iterator._shutdown_workers, "loader-shutdown")
+            timed_call.within(_SHUTDOWN_LIMIT_S, iterator._shutdown_workers, "loader-shutdown")
         for worker in iterator._workers:
             if worker.is_alive():  # busy, and ignoring the SIGTERM that torch sends
                 worker.kill()

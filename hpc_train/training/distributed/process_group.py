@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from hpc_train.errors import PeerLostError, TryAgainError
 from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import backends
+from hpc_train.training.distributed import backends, timed_call
 from hpc_train.training.distributed.backends import connection_faults_named
 from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Rendezvous, Timeouts, meet
 from hpc_train.training.distributed.shared_flags import (
@@ -37,7 +37,6 @@ from hpc_train.training.distributed.shared_flags import (
     open_shared_flags,
     open_shared_sum,
 )
-from hpc_train.training.distributed.timed_call import within
 
 #: Assumed: time for which a rank with a stop signal waits for the others to connect; usually a moment.
 _CONNECT_LIMIT_S = 10.0
@@ -104,7 +103,7 @@ class Group:
 
     def leave(self) -> None:
         """Destroy the groups, or give up after a limit. Never raises: the work is done or already lost."""
-        within(self.timeouts.teardown_s, self._destroy, "leaving")
+        timed_call.within(self.timeouts.teardown_s, self._destroy, "leaving")
 
     def _destroy(self) -> None:
         if self.device.type == "cuda":

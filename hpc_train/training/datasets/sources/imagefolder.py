@@ -14,11 +14,8 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.experiment.data_facts.image_facts import ImageFolderArgs
 from hpc_train.experiment.data_facts.root_layout import class_folders, validation_folder
-from hpc_train.training.datasets import packing
+from hpc_train.training.datasets import decoding, images, packed, packing
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.decoding import decode
-from hpc_train.training.datasets.images import image_content
-from hpc_train.training.datasets.packed import find_pack, open_split
 from hpc_train.training.datasets.sources.image_files import Skipped, images_below
 from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import spelling_remarks
@@ -61,11 +58,11 @@ class FolderSplit:
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         content, target = self.file_content(index)
-        return decode(content, self.channels), target
+        return decoding.decode(content, self.channels), target
 
     def file_content(self, index: int, /) -> tuple[bytes, int]:
         """Return the content of a sample's file, and the sample's class."""
-        return image_content(self._file(index)), int(self.classes[index])
+        return images.image_content(self._file(index)), int(self.classes[index])
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
@@ -115,9 +112,9 @@ def _class_notices(val: FolderSplit | None, class_names: tuple[str, ...]) -> lis
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
-    pack = find_pack(config)
-    train = open_split(pack, "train", root, channels)
-    val = open_split(pack, "val", root, channels) if "val" in pack.parts else None
+    pack = packed.find_pack(config)
+    train = packed.open_split(pack, "train", root, channels)
+    val = packed.open_split(pack, "val", root, channels) if "val" in pack.parts else None
     return DataSource(train, val, image_info(pack.class_names, channels))
 
 

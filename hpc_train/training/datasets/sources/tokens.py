@@ -28,13 +28,10 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts import token_shards
-from hpc_train.experiment.data_facts.data_size import num_sequences
+from hpc_train.experiment.data_facts import data_size, token_shards
 from hpc_train.experiment.data_facts.raw_tokens import Shard
-from hpc_train.training.datasets import token_writing
+from hpc_train.training.datasets import token_check, token_writing, tokenization
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest
-from hpc_train.training.datasets.token_check import check_before_use
-from hpc_train.training.datasets.tokenization import TOKENIZER, VOCABULARY
 from hpc_train.training.datasets.types import DataInfo
 
 #: Maximum number of open shards: a rank may open few files, and shuffled samples come from all shards.
@@ -84,7 +81,7 @@ class TokenSplit:
         self._open = OpenShards()
 
     def __len__(self) -> int:
-        return num_sequences(self._ends[-1] if self._ends else 0, self._sequence_length)
+        return data_size.num_sequences(self._ends[-1] if self._ends else 0, self._sequence_length)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both (B, T) int64.
@@ -160,7 +157,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         for split in splits.values():
             split.check()
     return DataSource(
-        splits["train"], splits.get("val"), _info(shards, args), partial(check_before_use, shards)
+        splits["train"], splits.get("val"), _info(shards, args), partial(token_check.check_before_use, shards)
     )
 
 
@@ -181,7 +178,8 @@ def _decoding(shards: token_shards.TokenShards, args: token_shards.TokensArgs) -
     """Return ``DataInfo.tokenizer``."""
     if shards.folder is None or shards.tokenizer in ("bytes", "characters"):
         return shards.tokenizer
-    return f"{shards.folder}/{VOCABULARY if token_shards.tokenizer_file(args) is None else TOKENIZER}"
+    has_file = token_shards.tokenizer_file(args) is not None
+    return f"{shards.folder}/{tokenization.TOKENIZER if has_file else tokenization.VOCABULARY}"
 
 
 def _split(shards: token_shards.TokenShards, part: str, sequence_length: int) -> TokenSplit:

@@ -25,14 +25,12 @@ import numpy as np
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts import listed_data
-from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
-from hpc_train.training.datasets import index_files
+from hpc_train.experiment.data_facts import data_size, listed_data
+from hpc_train.training.datasets import index_files, token_writing
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import class_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, numbers_of
-from hpc_train.training.datasets.token_writing import refusing_repeated
 
 #: First bytes of compressed files.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -45,7 +43,7 @@ _LABEL = b"V"
 #: Maximum size of a target: a class, or a JSON file with a field for it.
 _MAX_TARGET_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
-_IMAGES = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
+_IMAGES = tuple(extension.removeprefix(".") for extension in data_size.IMAGE_EXTENSIONS)
 
 #: Arrays of a split, in the index.
 _ARRAYS = frozenset({"targets", "shards", "offsets", "sizes", "ends", "bytes"})
@@ -326,7 +324,7 @@ def _value(content: bytes, field: str, where: str) -> Any:
     try:
         if not field:
             return content.decode("utf-8-sig").strip()
-        entry = json.loads(content, object_pairs_hook=refusing_repeated(field))
+        entry = json.loads(content, object_pairs_hook=token_writing.refusing_repeated(field))
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"data.root: {where} has a target that can't be read: {error}; fix it") from error
     if not isinstance(entry, dict) or field not in entry:
