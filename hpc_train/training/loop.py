@@ -263,11 +263,9 @@ class Trainer:
                 return False
             if self.selection.saves(self.step):  # again: the checkpoint is now the best
                 self._begin_save()
-        if self.selection.has_stopped:
-            self._saving(self.saves.close)
-            return True
         self.state.wrapped.train()
-        for step, batches in self.meters.times.reading(self.training):
+        steps = () if self.selection.has_stopped else self.meters.times.reading(self.training)
+        for step, batches in steps:
             agreed = self._one_step(step, batches)
             if (
                 agreed.stop

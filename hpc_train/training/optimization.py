@@ -342,7 +342,8 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
         raise problem.as_error()
     arguments = learning_rate.ScheduleArguments(config, steps_per_epoch)
     over_span = config.name in learning_rate.OVER_SPAN
-    factor = (learning_rate.OVER_SPAN if over_span else learning_rate.OVER_STEPS)[config.name](arguments)
+    shapes = learning_rate.OVER_SPAN if over_span else learning_rate.OVER_STEPS
+    factor: Callable[..., float] = shapes[config.name](arguments)
     arguments.refuse_unused()
     floor = config.min_factor
 
