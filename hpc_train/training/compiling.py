@@ -21,9 +21,7 @@ from torch import nn
 
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.experiment.config.training_sections import CompileConfig
-from hpc_train.run.processes import FOLDER_VARIABLE
-from hpc_train.run.storage_errors import named_errors
-from hpc_train.run.trust import check_own
+from hpc_train.run import processes, storage_errors, trust
 
 #: Recompilations that one block may cause beyond its first: training and evaluation, with and without
 #: gradients. Assumed.
@@ -72,16 +70,16 @@ def _check_caches() -> None:
 
     The run folder's cache is checked before ranks start (``run.trust``).
     """
-    run_folder = os.environ.get(FOLDER_VARIABLE)
+    run_folder = os.environ.get(processes.FOLDER_VARIABLE)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not os.environ.get(name):
             continue
         folder = Path(os.environ[name]).absolute()
         if run_folder and folder.is_relative_to(run_folder):
             continue
-        with named_errors(folder):
+        with storage_errors.named_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(folder.resolve())
+        trust.check_own(folder.resolve())
 
 
 @contextmanager

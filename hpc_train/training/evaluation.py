@@ -34,8 +34,8 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import kept_best, newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
 from hpc_train.run.weight_source import with_source
+from hpc_train.training import data_staging, meters, resuming
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
-from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.datasets.base import AnySplit, DataSource
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.building import build_source
@@ -48,10 +48,8 @@ from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles, EvaluationOutput, Sums
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.health.progress import Progress
-from hpc_train.training.meters import row_head
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.rank import Rank, make_bad_samples
-from hpc_train.training.resuming import normalized_as_trained, refuse_other_classes, take_over
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
 
@@ -318,12 +316,12 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     request = read_json(rank.paths.evaluated_checkpoint) or {}
     run, step = RunPaths(Path(request["run"])), int(request["step"])
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
-    source = verified(rank, build_source(staged(rank)))
+    source = data_staging.verified(rank, build_source(data_staging.staged(rank)))
     # The checkpoint replaces the weights of ``model.init_from``, which may be gone.
     state = build(with_source(rank.experiment, None), source.info, None, context(rank))
     rank.progress.at("loading")
     loaded = _load(rank, run, step, state, source)
-    rank = replace(rank, experiment=normalized_as_trained(rank.experiment, loaded))
+    rank = replace(rank, experiment=resuming.normalized_as_trained(rank.experiment, loaded))
     if wanted := request.get("predict"):
         best, ema = kept_best(run), wanted["ema"]
         uses_ema = best is not None and best.is_of_ema if ema is None else ema
@@ -335,7 +333,7 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     if rank.is_first:
         # As training writes it, with the attempt that saved the checkpoint.
         attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
-        head = row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
+        head = meters.row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
         row = without_non_finite(head | metrics)
         write_text(rank.paths.metrics, json.dumps(row, allow_nan=False) + "\n", sync=True)
     return ExitCode.DONE
@@ -345,9 +343,9 @@ def _load(rank: Rank, run: RunPaths, step: int, state: TrainState, source: DataS
     ranks = rank.facts.rank, rank.facts.world_size, rank.group.control
     checkpointer = Checkpointer(run, newest_attempt(run), state.strategy, *ranks)
     loaded = checkpointer.load(step, state.state)
-    refuse_other_classes(loaded, source)
+    resuming.refuse_other_classes(loaded, source)
     # As in a resume: the number of threads changes the last bit.
-    take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, rank.warn)
+    resuming.take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, rank.warn)
     return loaded
 
 

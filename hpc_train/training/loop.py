@@ -118,23 +118,10 @@ class NoSaves(Saves):
     def __init__(self) -> None:
         """Create no staging memory."""
 
-    def reserve(self) -> None:
+    def begin(self, step: int = 0) -> None:
         """Do nothing; so do the other methods."""
 
-    def begin(self, step: int) -> None:
-        """Do nothing."""
-
-    def wait_staged(self) -> None:
-        """Do nothing."""
-
-    def collect(self) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    reserve = wait_staged = collect = finish = close = begin
 
 
 #: How long a rank waits for its data before ranks check again whether to stop (assumed).

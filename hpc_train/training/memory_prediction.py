@@ -43,9 +43,7 @@ from hpc_train.training.distributed.device import Precision, choose_precision
 from hpc_train.training.flops import unpacked_sequences
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.live_memory import LiveMemory, MemoryLabels, ShardSizes
-from hpc_train.training.models.blocks import find_blocks
-from hpc_train.training.models.building import build_model
-from hpc_train.training.models.splitting import split_model
+from hpc_train.training.models import blocks, building, splitting
 from hpc_train.training.non_finite import NoGuard
 from hpc_train.training.step import train_step
 from hpc_train.training.strategies import ddp
@@ -135,7 +133,7 @@ class PredictedStep:
         """Simulate the rank with tensors without data; yield the model and its memory recorder."""
         config = self.experiment.model.model_copy(update={"pretrained": False, "init_from": None})
         with torch.device("meta"):
-            model = build_model(config, self.info)
+            model = building.build_model(config, self.info)
         with _process_group(self._few.world_size, self._few_rank), ExitStack() as stack:
             stack.enter_context(patch.object(ddp, "DistributedDataParallel", BucketedGradients))
             stack.enter_context(patch.object(DeviceMesh, "__init__", _with_data(DeviceMesh.__init__)))
@@ -260,7 +258,7 @@ class PredictedStep:
         num_stages = self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
         dtype = self._precision.compute_dtype
         specs, values = [OutputSpecs.of(inputs)], (inputs,)
-        for stage in split_model(model, find_blocks(model), num_stages):
+        for stage in splitting.split_model(model, blocks.find_blocks(model), num_stages):
             values = tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
             parameters = {
                 name: value.to(dtype) if value.is_floating_point() else value

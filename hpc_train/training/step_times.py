@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -236,16 +236,6 @@ _YIELDING_S, _PAUSE_S = 0.2e-3, 0.2e-3
 _CHECK_EVERY_S = 0.1
 
 
-class Event(Protocol):
-    """A place in the device's queue, such as ``torch.cuda.Event``."""
-
-    def record(self) -> None:
-        """Move the event to the current end of the queue."""
-
-    def query(self) -> bool:
-        """Return True if the device has reached the event."""
-
-
 class RunAhead:
     """Every rank calls ``begin`` at the same places. Costs a few microseconds if the host is behind."""
 
@@ -253,7 +243,7 @@ class RunAhead:
         self,
         progress: Progress,
         check_peers: Callable[[], None],
-        make_event: Callable[[], Event] = torch.cuda.Event,
+        make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
     ) -> None:
         """``check_peers`` raises PeerLostError if a rank has ended."""
         self._progress, self._check_peers = progress, check_peers

@@ -36,10 +36,8 @@ from hpc_train.training.compiling import compile_model
 from hpc_train.training.datasets.random_numbers import seed_build
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.flops import without_weights
+from hpc_train.training.models import building, fine_tuning, weight_files
 from hpc_train.training.models.blocks import find_blocks, layer_depths
-from hpc_train.training.models.building import build_model, converter_of
-from hpc_train.training.models.fine_tuning import prepare_for_training
-from hpc_train.training.models.weight_files import read_weights
 from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, report_of
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
@@ -101,7 +99,7 @@ def build(
     ``batches``: None to only evaluate, on any number of ranks and without the learning rates of steps.
     """
     seed_build(config.seed)
-    model = build_model(config.model, info)
+    model = building.build_model(config.model, info)
     load_initial_weights(model, config.model)
     return assemble(model, config, batches, context)
 
@@ -111,7 +109,7 @@ def assemble(
 ) -> TrainState:
     """Do the rest of ``build`` once the model has its weights."""
     pretrained = report_of(model)
-    prepare_for_training(model, config.model)
+    fine_tuning.prepare_for_training(model, config.model)
     counted = without_weights(model) if context.rank == 0 else None
     if config.parallel.sync_batchnorm and batches is not None:  # evaluations use the running statistics
         model = sync_batchnorm(model, context.device, batches.micro_batches)
@@ -170,10 +168,10 @@ def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
         return
     source = find_source(config.init_from)
     if source.is_file():
-        weights, name = read_weights(str(source), KEY)
+        weights, name = weight_files.read_weights(str(source), KEY)
     else:
         weights, name = _weights_of_checkpoint(CheckpointPaths(source)), described(source)
-    load_what_fits(model, weights, name, converter_of(config.name), KEY)
+    load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
 def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:

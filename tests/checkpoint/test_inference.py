@@ -230,7 +230,7 @@ def test_a_checkpoint_without_the_facts_reads_the_data(
     run, model = make_run(tmp_path)
     save(run, model, 4, {"mean": [0.1] * 3, "std": [0.9] * 3})
     source = DataSource([], None, COLORS)
-    monkeypatch.setattr("hpc_train.training.checkpoint.inference.build_source", lambda config: source)
+    monkeypatch.setattr("hpc_train.training.datasets.building.build_source", lambda config: source)
     found = loaded(run)
     assert found.class_names == COLORS.class_names and found.data.mean == (0.1,) * 3
 

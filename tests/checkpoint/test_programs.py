@@ -98,7 +98,7 @@ def test_inputs_of_an_unknown_size_are_those_of_the_data(
         example_inputs(model)
     images = torch.zeros(4, 3, 9, 7, dtype=torch.uint8)
     source = DataSource([(image, 0) for image in images], None, COLORS)
-    monkeypatch.setattr("hpc_train.training.checkpoint.inference.build_source", lambda config: source)
+    monkeypatch.setattr("hpc_train.training.datasets.building.build_source", lambda config: source)
     inputs = example_inputs(model)
     assert isinstance(inputs, Tensor) and inputs.shape == (2, 3, 9, 7)
     assert inputs[0, 2, 0, 0] == pytest.approx(-COLORS.mean[2] / COLORS.std[2])

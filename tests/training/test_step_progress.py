@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from hpc_train.training.distributed.shared_flags import SharedFlags
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.health.watchdog import Watchdog
 from hpc_train.training.loop import Trainer
-from hpc_train.training.step_times import Event, RunAhead
+from hpc_train.training.step_times import RunAhead
 from tests.checkpoint.checkpoint_runs import make_run
 from tests.training.test_loop import Task, make_trainer
 from tests.waiting import HANG_LIMIT_S
@@ -52,7 +53,7 @@ class Finite(Task):
         return outputs
 
 
-def hanging(run: RunPaths, check_peers: Callable[[], None], make_event: Callable[[], Event]) -> Trainer:
+def hanging(run: RunPaths, check_peers: Callable[[], None], make_event: Callable[[], Any]) -> Trainer:
     trainer = make_trainer(run, "stop", task=Finite())
     trainer.step_progress.run_ahead = RunAhead(trainer.progress, check_peers, make_event)
     return trainer

@@ -32,18 +32,14 @@ from hpc_train.experiment.data_facts.by_name import image_shape
 from hpc_train.package_path import hidden_modules
 from hpc_train.paths import RunPaths
 from hpc_train.registry import importing
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import attempts, create, trust
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
-from hpc_train.run.create import training_experiment
-from hpc_train.run.trust import check_run
 from hpc_train.training.checkpoint.export import find_intact, plain_weights, uses_ema
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.shards import Entry
+from hpc_train.training.datasets import batches, building, tokenization
 from hpc_train.training.datasets.base import RawInput
-from hpc_train.training.datasets.batches import prepared_inputs, try_samples
-from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import Normalize, mean_and_std
-from hpc_train.training.datasets.tokenization import decoder_of
 from hpc_train.training.datasets.types import DataInfo, TargetSpecs, Tensors
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -84,7 +80,7 @@ class LoadedModel:
         """
         if self.data.sequence_length is not None:
             return self._tokens(samples)
-        inputs = prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
+        inputs = batches.prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
         if isinstance(inputs, Tensor):
             self._warn_of_other_images(inputs)
         return self.normalize(inputs)
@@ -113,13 +109,13 @@ class LoadedModel:
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
         """Return the text of tokens of a language model. Raises UsageError without its tokenizer."""
-        decoder = decoder_of(self.data)
+        decoder = tokenization.decoder_of(self.data)
         if decoder is None:
             raise UsageError("decode: the tokenizer of the run's data is not on this machine")
         return decoder.decode(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
 
     def _tokens(self, texts: Sequence[Any]) -> Tensor:
-        encode = getattr(decoder_of(self.data), "encode", None)
+        encode = getattr(tokenization.decoder_of(self.data), "encode", None)
         if encode is None or not all(isinstance(text, str) for text in texts):
             raise UsageError(
                 "preprocess: this run's model takes tokens, and its tokenizer on this machine encodes only "
@@ -140,11 +136,11 @@ def load_model(
     import the user's modules from the run's snapshot. Raises UsageError if there is no such checkpoint or no
     EMA, StorageError if it is damaged, BadFileError if the model can't be built or is another one.
     """
-    check_run(run)
+    trust.check_run(run)
     checkpoint = find_intact(run, best=best, step=step)
     saved = SavedState.read(checkpoint)
     ema = uses_ema(run, saved, ema)
-    experiment = with_preprocessing(training_experiment(run, newest_number(run)))
+    experiment = with_preprocessing(create.training_experiment(run, attempts.newest_number(run)))
     with _importing_from(_code_folders(run) if uses_snapshot else []):
         info = _data_info(experiment, saved)
         spec = target_spec(make_task(experiment, info))
@@ -179,7 +175,7 @@ def _data_info(experiment: Experiment, saved: SavedState) -> DataInfo:
     try:
         return TypeAdapter(DataInfo).validate_python(data["info"])
     except KeyError:
-        info = build_source(experiment.data).info
+        info = building.build_source(experiment.data).info
         return replace(info, mean=tuple(data.get("mean", info.mean)), std=tuple(data.get("std", info.std)))
     except ValidationError as error:
         raise BadFileError(f"checkpoint: its facts about the data are damaged: {error}") from error
@@ -271,8 +267,8 @@ def example_inputs(model: LoadedModel) -> Tensors:
     if shape is not None:
         return model.preprocess(*torch.randint(256, (2, info.channels, *shape), dtype=torch.uint8))
     try:
-        source = build_source(model.experiment.data)
-        batch = try_samples(source, model.experiment, model.target_spec)[0][-1]
+        source = building.build_source(model.experiment.data)
+        batch = batches.try_samples(source, model.experiment, model.target_spec)[0][-1]
     except HpcTrainError as error:
         raise BadFileError(
             f"data: an export needs an input of the model, and the data are not here: {error}; put them "
