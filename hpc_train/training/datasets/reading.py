@@ -110,18 +110,14 @@ class SlotReader(Dataset[Read | Failure]):
         self._seed = seed
         self._prepare = prepare
         self._targets = targets
-        self._is_checked = _fits_as_a_whole(split, channels, targets)
+        #: True if all samples are in memory, and known to fit.
+        self.is_in_memory = _fits_as_a_whole(split, channels, targets)
         self._part: Part = part
         self._skip_bad = skip_bad
         self._rules = rules
 
     def __len__(self) -> int:
         return len(self._split)
-
-    @property
-    def is_in_memory(self) -> bool:
-        """True if all samples are in memory, and known to fit."""
-        return self._is_checked
 
     def __getitems__(self, slot: Slot) -> Read | Failure:
         """Return the slot's batch; an error that the user can fix is returned as a Failure, not raised."""
@@ -199,7 +195,7 @@ class SlotReader(Dataset[Read | Failure]):
         read: Any = _retried(
             lambda: split.batch(slot.indices), lambda error: self._transient_batch(slot, error)
         )
-        if self._is_checked:
+        if self.is_in_memory:
             return cast("tuple[Tensors, Tensors]", read)
         count = len(slot.indices)
         is_pair = isinstance(read, tuple) and len(read) == 2 and not isinstance(read[0], list)
