@@ -24,7 +24,7 @@ from hpc_train.run.attempts import EventLog, in_ms, tell_end
 from hpc_train.run.create import training_experiment
 from hpc_train.run.processes import end_daemons
 from hpc_train.training.datasets.skipping import BadSamples
-from hpc_train.training.distributed import affinity, limits
+from hpc_train.training.distributed import affinity, rank_limits
 from hpc_train.training.distributed.device import (
     Precision,
     choose_device,
@@ -114,9 +114,9 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     degrees = _degrees(experiment, facts)
     has_mesh = traits_of(experiment.parallel.strategy).has_mesh
     axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
-    limits.check_open_files(facts, axes, experiment.workers, node_name(os.environ))
+    rank_limits.check_open_files(facts, axes, experiment.workers, node_name(os.environ))
     stacks.limit_core_files(os.environ)
-    limits.check_address_space(node_name(os.environ))
+    rank_limits.check_address_space(node_name(os.environ))
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s = experiment.recovery.hang_after_min * 60
     first_hang_after_s = hang_after_s * _FIRST_STEP_FACTOR
@@ -177,7 +177,7 @@ def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment,
     if on_slurm and experiment.slurm is not None and "HPC_TRAIN_SLOT" in os.environ:
         limit_memory(device, experiment.slurm.runs_per_gpu)
     if device.type == "cpu":
-        limits.keep_freed(os.environ)
+        rank_limits.keep_freed(os.environ)
     if experiment.data.workers == "auto":
         experiment = experiment.with_workers(affinity.loader_processes(num_sharing, device))
         _log.info("data.workers: auto is %d here", experiment.workers)

@@ -10,15 +10,15 @@ import pytest
 
 from hpc_train.errors import ExitCode
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import limits as process_limits
-from hpc_train.training.distributed.limits import TooFewFilesError, needed_files
+from hpc_train.training.distributed import rank_limits
+from hpc_train.training.distributed.rank_limits import TooFewFilesError, needed_files
 from tests.waiting import HANG_LIMIT_S
 
 LIMITED = """
 import resource, sys
 soft, hard = map(int, sys.argv[1:3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from hpc_train.training.distributed.limits import check_open_files
+from hpc_train.training.distributed.rank_limits import check_open_files
 from hpc_train.rank.env import RankFacts
 from hpc_train.errors import UserError
 try:
@@ -60,7 +60,7 @@ def test_a_hard_limit_that_is_too_low_is_refused_with_the_number_needed() -> Non
 def test_it_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 32, 32)
     with pytest.raises(TooFewFilesError) as raised:
-        process_limits.check_open_files(RankFacts(), (), 0, "n7")
+        rank_limits.check_open_files(RankFacts(), (), 0, "n7")
     assert raised.value.exit_code == ExitCode.ENVIRONMENT
 
 
@@ -83,9 +83,9 @@ def test_what_a_rank_needs(facts: RankFacts, axes: tuple[int, ...], loaders: int
 @pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 4096])
 def test_a_high_limit_is_enough(hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 1024, hard)
-    process_limits.check_open_files(RankFacts(1, 1000, 1, 8), (), 8, "n7")
+    rank_limits.check_open_files(RankFacts(1, 1000, 1, 8), (), 8, "n7")
 
 
 def test_a_limit_that_may_not_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 64, 4096, may_raise=False)
-    assert process_limits.raise_file_limit() == 64
+    assert rank_limits.raise_file_limit() == 64

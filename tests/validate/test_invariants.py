@@ -44,8 +44,8 @@ from hpc_train.training.models import segmentation_models
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.torchvision import model_names
 from hpc_train.training.optimization import make_schedule
+from hpc_train.training.strategies import batchnorm
 from hpc_train.training.strategies import model_facts as facts_of_models
-from hpc_train.training.strategies import sync_batchnorm
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.fully_sharded import refuse_unshardable
 from hpc_train.training.strategies.pipeline import PipelineStrategy
@@ -255,7 +255,7 @@ SHARED = {
     ),
     "training.strategies.batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
         {"parallel": {"sync_batchnorm": True}},
-        lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
+        lambda experiment: batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
         ranks=3,
     ),
     "training.strategies.tensor._check: dropped_attention": Shared(
