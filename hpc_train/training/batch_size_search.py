@@ -63,7 +63,7 @@ from hpc_train.training.step import train_step
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.batchnorm import has_batchnorm
 from hpc_train.training.tasks.base import make_task, target_spec
-from hpc_train.training.train_state import build
+from hpc_train.training.train_state import TrainState, build
 
 _KEY = "optimization.micro_batch_size"
 _TRIAL_MODULE = "hpc_train.training.batch_size_search"
@@ -332,8 +332,7 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     arithmetic = BatchArithmetic.of(experiment.optimization, len(place.source.train), data_ranks)
     # Built again for each size: a pipeline or a compiled model keeps the first shapes it saw.
     train_state = build(weight_source.with_source(experiment, None), info, arithmetic, context)
-    if has_batchnorm(train_state.model):  # known models were refused when the file was checked
-        raise auto_batchnorm(experiment.model.name).as_error()
+    _refuse_batchnorm(experiment, train_state)
     task = make_task(experiment, info)
     if train_state.optimization.scaler is not None:  # an overflow would skip the step
         train_state.optimization.scaler.load_state_dict(
@@ -354,6 +353,12 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     train_state.wrapped.eval()
     with torch.no_grad(), nullcontext() if train_state.ema is None else train_state.ema.swapped():
         forward.sums(train_state.wrapped, batches[0], step=_STEPS)
+
+
+def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:
+    """Refuse the user's own models with BatchNorm; known models were refused when the file was checked."""
+    if has_batchnorm(train_state.model):
+        raise auto_batchnorm(experiment.model.name).as_error()
 
 
 def _clear(experiment: Experiment) -> None:

@@ -316,7 +316,7 @@ SHARED = {
     "training.rank._degrees: find_degrees": Shared(
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
     ),
-    "training.optimization._warmup_steps: too_long_warmup": Shared(
+    "training.optimization.make_schedule: too_long_warmup": Shared(
         {
             "optimization.epochs": None,
             "optimization.steps": 9,
