@@ -73,9 +73,7 @@ class EvaluationOutput:
         """An evaluation under this prefix of the metrics' names begins, perhaps again."""
 
     def add(self, prefix: str, outputs: Any, moved: Batch, batch: Batch) -> None:
-        """A batch was evaluated. ``moved``: the batch on the device, its images normalized. Only on ranks
-        that own a loss.
-        """
+        """A batch was evaluated; on ranks that own a loss. ``moved``: on the device, images normalized."""
 
     def files(self, step: int, sums: Sums) -> dict[str, bytes]:
         """Return file name → content after the evaluation at ``step``; only rank 0's are written.

@@ -111,9 +111,7 @@ class StepProfiler:
             self._end()
 
     def close(self) -> None:
-        """Write the profile, even if it has fewer steps than requested. Writes nothing if it has none, or if
-        the device does not finish them.
-        """
+        """Write the profile, perhaps of fewer steps; nothing without any, or if the device hangs in them."""
         if self._profile is None:
             return
         finish = TimedCall[None]("profile")

@@ -135,9 +135,7 @@ def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
 
 
 def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
-    """Return the experiment with the mean and standard deviation of the data that the checkpoint was trained
-    on, if the file has none.
-    """
+    """Return the experiment with mean and std of the checkpoint's training data, if the file has none."""
     then = loaded.extra.get("data") or {}
     if experiment.data.normalize is not None or not then.get("mean"):
         return experiment

@@ -84,9 +84,7 @@ class Group:
         total.item()  # NCCL connects some of its channels on the device's stream
 
     def open_shared_sum(self) -> SharedSum | None:
-        """Return an average over the ranks in shared memory; None on all if only the backend can be used.
-        Collective.
-        """
+        """Return an average over the ranks in shared memory; None on all without it. Collective."""
         if self.shared_flags is None or self.device.type != "cpu":
             return None
         return open_shared_sum(self.rank, self.world_size, self.control, self.timeouts.silence_s)

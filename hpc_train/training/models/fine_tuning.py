@@ -163,9 +163,7 @@ def scale_of(config: LoraConfig) -> float:
 
 
 def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, Callable[[], Tensor]]:
-    """Return name → function that reads the tensor of a plain model, given the functions for a model with
-    adapters.
-    """
+    """Return name → function that reads the tensor of a plain model, given those for one with adapters."""
     suffix = f".{A}"
     adapted = {name.removesuffix(suffix) for name in read if name.endswith(suffix)}
 

@@ -110,9 +110,7 @@ def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
 def _piece(
     inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], passing: Sequence[fx.Node] | None, output: fx.Node
 ) -> fx.Graph:
-    """Copy ``nodes`` with the inputs ``inputs``; they return the values that cross the cut, in the last stage
-    ``output``.
-    """
+    """Copy ``nodes``; the copy returns the values that cross the cut, in the last stage ``output``."""
     piece = fx.Graph()
     copies = {node: piece.placeholder(node.name) for node in inputs}
 
@@ -165,9 +163,7 @@ def _stage(model: nn.Module, names: set[str], graphs: Graphs, *, is_last: bool) 
 
 
 def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -> None:
-    """Give ``target`` the modules and tensors ``names`` of ``source``, in the same order and under the same
-    names.
-    """
+    """Give ``target`` the modules and tensors ``names`` of ``source``, in its order and under its names."""
     for name, parameter in source._parameters.items():
         if prefix + name in names:
             target.register_parameter(name, parameter)
@@ -375,9 +371,7 @@ def _best(steps: Sequence[Step], num_stages: int, *, are_tied_kept: bool) -> tup
 def _ways(
     reached: dict[int, _Cuts], steps: Sequence[Step], start: Step, place: int, step: Step
 ) -> list[_Cuts]:
-    """Extend each partial solution by one more stage, which ends at ``place``, if it leaves that stage a
-    block.
-    """
+    """Extend each partial solution by one more stage, which ends at ``place``, if that stage has a block."""
     ways: list[_Cuts] = []
     for before, (most, costs, cuts) in reached.items():
         last = steps[before] if before >= 0 else start
