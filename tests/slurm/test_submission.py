@@ -179,7 +179,7 @@ _STEPS = [
 ]
 
 
-#: After these ``make test`` kills too; after another step all is as before the next one, or as with a run less.
+#: After these ``make test`` kills, too. After others all is as before the next step, or as with one run less.
 _AFTER = {
     ("hpc_train.cli.submit:create_run", 2),
     ("hpc_train.launchers.slurm.sbatch:sbatch", 1),
