@@ -1,7 +1,7 @@
 """A net and its data in which one bit flips, in one micro-batch of one step.
 
 A flip in ``model.args``, in the data or in the library ``flipping_library`` is repeated by replays. A flip in
-the environment (``FLIP``) is not, like the fault of a machine.
+the environment (``FLIP``) is not, like the fault of a machine; with ``BAD_NODE`` one node has it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -24,9 +26,13 @@ from tests.end_to_end.parts import Block
 
 #: In the environment: a flip that no replay repeats, such as ``gradient:10:1:head:18``.
 FLIP = "FLIPPED_BIT"
+#: A file that the first flip creates, with the name of its node: no other node flips bits. That one flips
+#: them once or, with ``RECURS``, in every later step.
+BAD_NODE, RECURS = "FLIPPED_BIT_NODE", "FLIPPED_BIT_RECURS"
 #: The package outside of the snapshot, in a folder of PYTHONPATH, with a flip in its ``FLIP``.
 LIBRARY = "flipping_library"
 SEED = 3
+MAX_STEPS = 100
 #: Of ``net``, in the order of its forward.
 MODULES = ("stem", "blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "blocks.1.norm", "head")
 DROPOUTS = ("blocks.0.dropout", "blocks.1.dropout")
@@ -54,8 +60,21 @@ class Flip:
         return f"{self.kind}:{self.step}:{self.number}:{self.module}:{self.bit}"
 
     def is_due(self) -> bool:
-        """Return True in the micro-batch, whose random stream identifies it."""
-        return torch.initial_seed() == stream_seed(SEED, self.step - 1, self.number)
+        """Return True in the micro-batch, whose random stream identifies it, on the node with the fault."""
+        steps = range(self.step - 1, MAX_STEPS if RECURS in os.environ else self.step)
+        is_its = torch.initial_seed() in {stream_seed(SEED, step, self.number) for step in steps}
+        return is_its and (BAD_NODE not in os.environ or self._is_on_bad_node())
+
+    def _is_on_bad_node(self) -> bool:
+        if dist.get_rank() != self.number % dist.get_world_size():
+            return False  # it repeats the micro-batch of that rank
+        file, node = Path(os.environ[BAD_NODE]), os.environ["SLURMD_NODENAME"]
+        try:
+            with file.open("x") as opened:
+                opened.write(node)
+        except FileExistsError:
+            return RECURS in os.environ and file.read_text() == node
+        return True
 
     def of(self, value: Tensor) -> Tensor:
         """Return a copy in which the bit differs."""
