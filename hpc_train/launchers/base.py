@@ -19,7 +19,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Job
+    from hpc_train.experiment.config.schema import Experiment, Job
     from hpc_train.experiment.plan.devices import Device
 
 
@@ -260,6 +260,38 @@ class UsesNodes(Protocol):
         """Return the variables of the command of each run that trains at the same time; none if the runs
         follow each other.
         """
+
+
+@dataclass(frozen=True)
+class JobArray:
+    """A command of hpc-train that an array of jobs runs; each job adds its number to it, from 1 on."""
+
+    run: RunPaths
+    experiment: Experiment
+    #: ``module --job arguments…`` is the command.
+    module: str
+    arguments: Sequence[str]
+    count: int
+    #: The ranks that a job starts on its node.
+    ranks: int
+    #: The start of PYTHONPATH.
+    search_path: Sequence[str]
+    #: The batch script and the jobs' output are written to it.
+    folder: Path
+
+
+@runtime_checkable
+class ArrayLauncher(Protocol):
+    """Optional methods of a ``Launcher`` that submits arrays of jobs for ``verify --submit``."""
+
+    def submit_array(self, array: JobArray) -> str:
+        """Return the id of the array's job.
+
+        Raises NoSchedulerError if the scheduler does not answer, BadFileError if it refuses.
+        """
+
+    def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        """Return number → state of the array's jobs that have ended. Raises NoSchedulerError."""
 
 
 @dataclass(frozen=True)

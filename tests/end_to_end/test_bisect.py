@@ -172,6 +172,23 @@ def test_a_compiled_run_equals_its_replay(quiet_runs: QuietRuns) -> None:
     assert own == own | expected and answer["place"] is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "module", "expected"),
+    [
+        ("output", "head", {"where": "loss", "micro_batch": 2}),
+        ("gradient", "stem", {"where": "gradients", "tensor": "stem.weight"}),
+    ],
+)
+def test_two_compiled_runs(kind: str, module: str, expected: dict[str, Any], quiet_runs: QuietRuns) -> None:
+    """A compiled model does not call its modules one by one, so none has digests."""
+    change = f"model.args.flip={kind}:5:2:{module}:18"
+    run, other = (quiet_runs.of(*COMPILED, *more, text=TEXT, ranks=1) for more in ((), (change,)))
+    answer = bisected(run.folder, other.folder, code=1)
+    assert answer["place"] == answer["place"] | {"step": 5} | expected, answer
+    assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
+    assert answer["replays"] <= 4
+
+
 def test_a_run_is_replayed_with_the_current_code(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(work_tree(), tree)
