@@ -47,7 +47,7 @@ from tests.faults.schedule import parse_seeds
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster, running
 from tests.slurm.configuration import Settings
-from tests.slurm.experiments import ENVIRONMENT, account, records, wait_for_state
+from tests.slurm.experiments import ENVIRONMENT, account, records, wait_for_attempt_end, wait_for_state
 from tests.slurm.host import slurm_version
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "bisect.json"
@@ -389,8 +389,10 @@ class SlurmSweep(Sweep):
         done = hpc_train("submit", write_experiment(self.folder / name, TEXT), *words, **environment)
         assert done.code == 0, done.err
         (record,) = (self.folder / "runs" / name).glob("[!.]*/run.json")
-        wait_for_state(RunPaths(record.parent), "completed", "failed", limit_s=_LIMIT_S)
-        return RunPaths(record.parent)
+        run = RunPaths(record.parent)
+        wait_for_state(run, "completed", "failed", limit_s=_LIMIT_S)
+        wait_for_attempt_end(run, len(records(run)))
+        return run
 
     def _noticed(self, result: Verified, run: RunPaths) -> Verified:
         """Return the result with the first attempt's end, and the causes of all."""

@@ -21,7 +21,7 @@ from hpc_train.launchers.slurm import container, options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.launchers.slurm.submission import ALONE, Batch, Sharing
 from hpc_train.package_path import LATE_VARIABLE, path_variables
-from hpc_train.paths import ExperimentPaths, runs_root
+from hpc_train.paths import ExperimentPaths
 
 #: The user's defaults of sbatch → submitit's name of the file's setting that replaces it. In sbatch its
 #: variables override the script's lines, so all others are hidden from it.
@@ -158,7 +158,7 @@ def array_script(array: JobArray) -> str:
         array.search_path,
         in_container=bool(experiment.environment.container),
     )
-    python = python_command(experiment, profile, (runs_root(), folder))
+    python = python_command(experiment, profile, (array.run.folder.parents[1], folder))
     setup = _setup(array.folder, experiment, profile, python, array.search_path)
     job = options.of_one_node(experiment, array.ranks)
     return _command_script(array.folder, job, profile, setup, array.module)
