@@ -170,7 +170,7 @@ def test_jobs_repeat_a_part_each_and_their_results_are_joined(tmp_path: Path, qu
     queue.ended = {2: "TIMEOUT"}
     done = hpc_train("verify", "abc")
     assert done.code == 1 and "part 2 of 2: job 11_2 has ended without a result (TIMEOUT)" in done.err
-    other = row | {"first": 6, "last": 10, "result": "differs"}
+    other = row | {"first": 6, "last": 10, "result": "failed"}
     request.note(run, 2, {"stretches": [row | {"first": 11, "last": 15}, other], "seconds": 1.0})
     answer = verified(code=1)
     assert [stretch["first"] for stretch in answer["stretches"]] == [1, 6, 11]
