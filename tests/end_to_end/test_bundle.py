@@ -208,7 +208,7 @@ def in_container(home: Path, *words: str, search_path: str = "/opt/hpc-train") -
         "--network=none", "--user=4711:4711", "--tmpfs=/home/ada:mode=1777", "--workdir=/home/ada",
         "--env=HOME=/home/ada", "--env=TMPDIR=/home/ada", f"--env=PYTHONPATH={search_path}",
         "--cgroups=disabled", "--security-opt=label=disable", "--log-driver=none", "--entrypoint=",
-        *(f"--volume={mount}" for mount in mounts), f"--rootfs={containers.image()}:O",
+        *(f"--volume={mount}" for mount in mounts), "--rootfs", f"{containers.image()}:O",
     ]  # fmt: skip
     with FileLock(Path(tempfile.gettempdir()) / "hpc-train-test-containers.lock"):
         done = subprocess.run(
