@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import resource
 import shutil
 import subprocess
 import tarfile
@@ -204,10 +205,15 @@ def test_another_user_elsewhere_gets_the_same_weights(archive: Path, home: Path)
 def in_container(home: Path, *words: str, search_path: str = "/opt/hpc-train") -> Done:
     """Run hpc-train in Debian's image without a network, as a user without a name; ``home`` is its /mail."""
     mounts = (containers.packages(), f"{REPOSITORY}:/opt/hpc-train:ro", f"{home}:/mail:ro")
+    limits = {
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "nproc": (4096, 4096),
+    }  # podman's own may be above this process's
     options = [
         "--network=none", "--user=4711:4711", "--tmpfs=/home/ada:mode=1777", "--workdir=/home/ada",
         "--env=HOME=/home/ada", "--env=TMPDIR=/home/ada", f"--env=PYTHONPATH={search_path}",
         "--cgroups=disabled", "--security-opt=label=disable", "--log-driver=none", "--entrypoint=",
+        *(f"--ulimit={name}={soft}:{hard}" for name, (soft, hard) in limits.items()),
         *(f"--volume={mount}" for mount in mounts), "--rootfs", f"{containers.image()}:O",
     ]  # fmt: skip
     with FileLock(Path(tempfile.gettempdir()) / "hpc-train-test-containers.lock"):
