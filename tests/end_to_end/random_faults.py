@@ -525,7 +525,7 @@ def write(path: Path, result: Result | Verified) -> None:
         facts |= {"runs by number of replays": {str(number): replays[number] for number in sorted(replays)}}
     else:
         facts |= {
-            "slurm": ".".join(map(str, slurm_version())),
+            "slurm": "{}.{:02}".format(*slurm_version()),
             "ranks": NODES,
             "steps": STEPS,
             "seeds": len(ordered),
