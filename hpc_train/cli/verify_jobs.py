@@ -63,8 +63,7 @@ def submit(run: ReplayedRun, options: VerifyOptions, ends: Sequence[int]) -> Ver
     request = PartsRequest.new(parts, ends[-1], options.devices, options.tolerance, options.code)
     request.write(paths)
     ranks = options.devices or run.machine()["ranks"] or 1
-    module, arguments = "cli.verify", [str(paths.folder.absolute())]
-    array = JobArray(paths, experiment, module, arguments, parts, ranks, places, paths.verification)
+    array = JobArray(paths, experiment, "cli.verify", parts, ranks, places, paths.verification)
     job = launcher.submit_array(array)
     replace(request, job=job).write(paths)
     say(

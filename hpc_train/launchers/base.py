@@ -264,13 +264,11 @@ class UsesNodes(Protocol):
 
 @dataclass(frozen=True)
 class JobArray:
-    """A command of hpc-train that an array of jobs runs; each job adds its number to it, from 1 on."""
+    """Jobs of a run, numbered from 1, each of which runs ``hpc_train.<module> --job RUN NUMBER``."""
 
     run: RunPaths
     experiment: Experiment
-    #: ``module --job arguments…`` is the command.
     module: str
-    arguments: Sequence[str]
     count: int
     #: The ranks that a job starts on its node.
     ranks: int

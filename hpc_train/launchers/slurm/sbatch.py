@@ -132,8 +132,7 @@ def submitted_array(array: JobArray, text: str) -> str:
     path.write_text(text, encoding="utf-8")
     path.chmod(0o600)
     arguments = ["--parsable", f"--array=1-{array.count}", str(path), str(array.run.folder.absolute())]
-    environ = script.job_environment({"additional_parameters": {}}, os.environ)
-    return submitted_number([*arguments, *array.arguments], environ)
+    return submitted_number(arguments, script.job_environment({"additional_parameters": {}}, os.environ))
 
 
 def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
