@@ -101,16 +101,7 @@ def verify(options: VerifyOptions) -> ExitCode:
         check_run(paths)
     runs = []
     for paths in folders:
-        verified = VerifiedRun(
-            id=paths.folder.name,
-            name=paths.siblings.folder.name,
-            path=str(paths.folder.absolute()),
-            checkpoints=list(_verified(paths, shows=not options.as_json)),
-            stretches=[],
-            slots=None,
-            seconds=None,
-            jobs=None,
-        )
+        verified = _begun(paths, list(_verified(paths, shows=not options.as_json)))
         if options.replays:
             replays = _Replays(ReplayedRun(paths, run_name(paths), is_new(options.code)), options, part)
             replays.submit(verified) if options.submits else replays.verify(verified)
@@ -128,6 +119,19 @@ def verify(options: VerifyOptions) -> ExitCode:
         return ExitCode.FAILED
     waits = not options.submits and any(array["unfinished"] for array in jobs)
     return ExitCode.TRY_AGAIN if waits else ExitCode.DONE
+
+
+def _begun(paths: RunPaths, saved: list[CheckpointJson]) -> VerifiedRun:
+    return VerifiedRun(
+        id=paths.folder.name,
+        name=paths.siblings.folder.name,
+        path=str(paths.folder.absolute()),
+        checkpoints=saved,
+        stretches=[],
+        slots=None,
+        seconds=None,
+        jobs=None,
+    )
 
 
 def _join(verified: VerifiedRun, paths: RunPaths) -> None:
@@ -423,11 +427,12 @@ def verify_in_job(folder: str, part: str) -> ExitCode:
     of_request = {"devices": request.devices, "tolerance": request.tolerance, "code": request.code}
     options = VerifyOptions(runs=[folder], replays=True, **of_request)
     run = ReplayedRun(paths, run_name(paths), is_new(request.code))
-    verified: dict[str, Any] = {"stretches": []}
+    verified = _begun(paths, [])
     _Replays(run, options, (int(part), request.parts)).verify(verified)
-    request.note(paths, int(part), verified)
-    put(*stretches_text(verified["stretches"], verified["seconds"], run.name))
-    differs = any(stretch["result"] in FAILURES for stretch in verified["stretches"])
+    stretches, seconds = verified["stretches"], verified["seconds"] or 0.0
+    request.note(paths, int(part), {"stretches": stretches, "seconds": seconds})
+    put(*stretches_text(stretches, seconds, run.name))
+    differs = any(stretch["result"] in FAILURES for stretch in stretches)
     return ExitCode.FAILED if differs else ExitCode.DONE
 
 

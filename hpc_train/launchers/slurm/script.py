@@ -147,10 +147,11 @@ def _evaluation_script(submission: Path, experiment: Job, profile: Profile, setu
 
 def array_script(array: JobArray) -> str:
     """Return the batch script of the array, whose first argument is the run's folder."""
-    experiment, folder = array.experiment, Path.cwd()
-    assert experiment.slurm is not None
-    profile = profiles.find(experiment.slurm.profile)
-    experiment = profile.applied(experiment)
+    folder, slurm = Path.cwd(), array.experiment.slurm
+    assert slurm is not None
+    profile = profiles.find(slurm.profile)
+    experiment = profile.applied(array.experiment)
+    assert isinstance(experiment, Experiment)
     _refuse_paths(
         array.folder,
         array.folder,
