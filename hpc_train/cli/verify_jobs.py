@@ -14,7 +14,7 @@ from hpc_train.cli.code import is_new
 from hpc_train.cli.replay_options import VerifyOptions
 from hpc_train.cli.replayed_run import ReplayedRun
 from hpc_train.console import say
-from hpc_train.errors import BadFileError, UsageError, counted
+from hpc_train.errors import BadFileError, NoSchedulerError, UsageError, counted
 from hpc_train.launchers.base import ArrayLauncher, JobArray
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.package_path import PACKAGE_PARENT
@@ -78,7 +78,7 @@ def submit(run: ReplayedRun, options: VerifyOptions, ends: Sequence[int]) -> Ver
 def joined(paths: RunPaths) -> tuple[VerifyingJobs | None, list[VerifiedStretch], float]:
     """Return the newest array, the stretches that its jobs have repeated, and the seconds of the longest job.
 
-    None without an array. Raises NoSchedulerError if the state of a job is needed and unknown.
+    None without an array. Jobs whose state is unknown count as unfinished.
     """
     request = PartsRequest.read(paths)
     if request is None or request.job is None:
@@ -86,7 +86,11 @@ def joined(paths: RunPaths) -> tuple[VerifyingJobs | None, list[VerifiedStretch]
     launcher = load_launcher(DEFAULT)
     assert isinstance(launcher, ArrayLauncher)
     missing = sorted({*range(1, request.parts + 1)} - request.records(paths).keys())
-    ended = launcher.ended_jobs(request.job, missing) if missing else {}
+    ended: dict[int, str] = {}
+    try:
+        ended = launcher.ended_jobs(request.job, missing) if missing else {}
+    except NoSchedulerError as error:
+        say(f"{run_name(paths)}: the state of job {request.job} is unknown: {error}")
     records = request.records(paths)  # again: a job may have ended meanwhile
     jobs = VerifyingJobs(
         job=request.job,

@@ -12,6 +12,7 @@ from hpc_train.cli import verify as module
 from hpc_train.cli import verify_jobs
 from hpc_train.cli.replay_options import VerifyOptions
 from hpc_train.cli.replayed_run import ReplayedRun
+from hpc_train.errors import NoSchedulerError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import JobArray, KeyProblem
 from hpc_train.paths import RunPaths
@@ -119,6 +120,7 @@ class Queue:
     def __init__(self) -> None:
         self.arrays: list[JobArray] = []
         self.ended: dict[int, str] = {}
+        self.fails = False
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
         return [] if experiment.slurm is not None else [KeyProblem("slurm", "is missing", "write it")]
@@ -128,6 +130,8 @@ class Queue:
         return str(10 + len(self.arrays))
 
     def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        if self.fails:
+            raise NoSchedulerError("no answer")
         return {number: state for number, state in self.ended.items() if number in numbers}
 
 
@@ -165,6 +169,9 @@ def test_jobs_repeat_a_part_each_and_their_results_are_joined(tmp_path: Path, qu
         "host": "n1", "slot": 1,
     }  # fmt: skip
     request.note(run, 1, {"stretches": [row], "seconds": 2.5})
+    queue.fails = True
+    assert "the state of job 11 is unknown: no answer" in hpc_train("verify", "abc").err
+    queue.fails = False
     answer = verified(code=75)
     assert (answer["jobs"]["unfinished"], answer["seconds"], answer["slots"]) == ([2], 2.5, 2)
     queue.ended = {2: "TIMEOUT"}
