@@ -19,7 +19,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Job
+    from hpc_train.experiment.config.schema import Experiment, Job
     from hpc_train.experiment.plan.devices import Device
 
 
@@ -249,6 +249,36 @@ class UsesNodes(Protocol):
 
     def slots(self, experiment: Job) -> list[dict[str, str]]:
         """Return the variables of each run that trains at the same time; none if runs follow each other."""
+
+
+@dataclass(frozen=True)
+class JobArray:
+    """Jobs of a run, numbered from 1, each of which runs ``hpc_train.<module> --job RUN NUMBER``."""
+
+    run: RunPaths
+    experiment: Experiment
+    module: str
+    count: int
+    #: The ranks that a job starts on its node.
+    ranks: int
+    #: The start of PYTHONPATH.
+    search_path: Sequence[str]
+    #: The batch script and the jobs' output are written to it.
+    folder: Path
+
+
+@runtime_checkable
+class ArrayLauncher(Protocol):
+    """Optional methods of a ``Launcher`` that submits arrays of jobs for ``verify --submit``."""
+
+    def submit_array(self, array: JobArray) -> str:
+        """Return the id of the array's job.
+
+        Raises NoSchedulerError if the scheduler does not answer, BadFileError if it refuses.
+        """
+
+    def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        """Return number → state of the array's jobs that have ended. Raises NoSchedulerError."""
 
 
 @dataclass(frozen=True)

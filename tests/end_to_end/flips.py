@@ -29,9 +29,13 @@ from tests.end_to_end.parts import Block
 FLIP = "FLIPPED_BIT"
 #: The node, or the rank, on which alone bits flip, and a file that the first and only flip creates.
 FLIPS_ON, FLIPS_ONCE = "FLIPPED_BIT_ON", "FLIPPED_BIT_ONCE"
+#: A file that the first flip creates, with the name of its node: no other node flips bits. That one flips
+#: them once or, with ``RECURS``, in every later step.
+BAD_NODE, RECURS = "FLIPPED_BIT_NODE", "FLIPPED_BIT_RECURS"
 #: The package outside of the snapshot, in a folder of PYTHONPATH, with a flip in its ``FLIP``.
 LIBRARY = "flipping_library"
 SEED = 3
+MAX_STEPS = 100
 #: Of ``net``, in the order of its forward.
 MODULES = ("stem", "blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "blocks.1.norm", "head")
 DROPOUTS = ("blocks.0.dropout", "blocks.1.dropout")
@@ -65,13 +69,26 @@ class Flip:
 
     @cached_property
     def _seeds(self) -> set[int]:
-        steps = range(self.step - 1, self.step - 1 + self.num_steps)
+        last = MAX_STEPS if RECURS in os.environ else self.step - 1 + self.num_steps
+        steps = range(self.step - 1, last)
         numbers = range(self.number, self.number + self.num_numbers)
         return {stream_seed(SEED, step, number) for step in steps for number in numbers}
 
     def is_due(self) -> bool:
         """Return True in the micro-batches, which their random stream identifies, on the node or rank."""
-        return torch.initial_seed() in self._seeds and _is_here() and _is_first()
+        is_its = torch.initial_seed() in self._seeds and _is_here() and _is_first()
+        return is_its and (BAD_NODE not in os.environ or self._is_on_bad_node())
+
+    def _is_on_bad_node(self) -> bool:
+        if dist.get_rank() != self.number % dist.get_world_size():
+            return False  # it repeats the micro-batch of that rank
+        file, node = Path(os.environ[BAD_NODE]), os.environ["SLURMD_NODENAME"]
+        try:
+            with file.open("x") as opened:
+                opened.write(node)
+        except FileExistsError:
+            return RECURS in os.environ and file.read_text() == node
+        return True
 
     def of(self, value: Tensor) -> Tensor:
         """Return a copy in which the bit differs."""

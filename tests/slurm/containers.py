@@ -96,12 +96,16 @@ def image() -> Path:
     return folder
 
 
-def override(runtime: str, *folders: Path) -> str:
-    """Return the override of a run in the image, which also sees this Python's packages and ``folders``."""
+def packages() -> str:
+    """Return the mount of this Python's packages."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    packages = f"{Path(spec.origin).parents[1]}:{_PACKAGES}:ro"
-    container = {"image": str(image()), "runtime": runtime, "mounts": [packages, *map(str, folders)]}
+    return f"{Path(spec.origin).parents[1]}:{_PACKAGES}:ro"
+
+
+def override(runtime: str, *folders: Path) -> str:
+    """Return the override of a run in the image, which also sees this Python's packages and ``folders``."""
+    container = {"image": str(image()), "runtime": runtime, "mounts": [packages(), *map(str, folders)]}
     return f"environment.container={json.dumps(container)}"
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hpc_train.errors import ExitCode
+from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers import base
 from hpc_train.launchers.base import CheckRequest, KeyProblem, Ranks, StartRequest
 from hpc_train.launchers.slurm import queue_status, scancel, submission
-from hpc_train.launchers.slurm.commands import MAX_AGE_S
+from hpc_train.launchers.slurm.commands import MAX_AGE_S, RefusedError
 from hpc_train.launchers.slurm.queue_status import SlurmBase
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
@@ -27,7 +27,8 @@ _NO_SECTION = KeyProblem(
 
 class SlurmLauncher(SlurmBase):
     """A ``Launcher`` over sbatch, squeue, scontrol and sacct; also a ``ClusterLauncher``, a
-    ``ForecastLauncher``, an ``AccountingLauncher``, a ``MultiClusterLauncher`` and a ``SharingLauncher``.
+    ``ForecastLauncher``, an ``AccountingLauncher``, a ``MultiClusterLauncher``, a ``SharingLauncher`` and an
+    ``ArrayLauncher``.
     """
 
     title, is_queue = "Slurm", True
@@ -119,6 +120,24 @@ class SlurmLauncher(SlurmBase):
         from hpc_train.launchers.slurm import job_arrays
 
         return job_arrays.shared_jobs(runs)
+
+    def submit_array(self, array: base.JobArray) -> str:
+        """Submit the array with the request of the section ``slurm``, for one node per job."""
+        from hpc_train.launchers.slurm import job_refusals, sbatch, script
+
+        try:
+            return sbatch.submitted_array(array, script.array_script(array))
+        except RefusedError as error:
+            problems = job_refusals.refused(error.words, array.experiment, array.count)
+            raise BadFileError([f"{p.key}: {p.message}; {p.remedy}" for p in problems]) from None
+
+    def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        """Query squeue and sacct for the array's jobs."""
+        from hpc_train.launchers.slurm import queue
+
+        states = queue.ask([(f"{job}_{number}", None) for number in numbers])
+        by_number = {number: states.get((f"{job}_{number}", None)) for number in numbers}
+        return {number: state.state for number, state in by_number.items() if state and state.is_over}
 
     def job_usage(self, paths: RunPaths) -> base.JobUsage | None:
         """Query ``sacct`` for all jobs of the run."""

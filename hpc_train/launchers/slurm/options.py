@@ -111,18 +111,30 @@ def of_slots(experiment: Job, slots: int) -> Job:
 
 def of_evaluation(experiment: Experiment) -> Experiment:
     """Return the experiment with the request of a job that evaluates one checkpoint: that of one rank."""
+    job = of_one_node(experiment, 1)
+    assert job.slurm is not None
+    longest = min(EVALUATION_LIMIT_MIN, job.slurm.time_limit or EVALUATION_LIMIT_MIN)
+    changed = {"time_limit": experiment.evaluation.job_time_limit or longest}
+    return job.model_copy(update={"slurm": job.slurm.model_copy(update=changed)})
+
+
+def of_one_node(experiment: Experiment, ranks: int) -> Experiment:
+    """Return the experiment with the request of a job on one node that runs a command with these ranks.
+
+    With GPUs at most those of a node of the run; without, their cores may be those of several.
+    """
     slurm = experiment.slurm
     assert slurm is not None
-    longest = min(EVALUATION_LIMIT_MIN, slurm.time_limit or EVALUATION_LIMIT_MIN)
+    per_node = ranks_on_each_node(slurm)
+    ranks = min(ranks, per_node) if slurm.gpus_per_node else ranks
     of_run = {"hold", "exclusive"}
     changed = {
         "nodes": 1,
         "spare_nodes": 0,
-        "ranks_per_node": 1,
-        "gpus_per_node": min(1, slurm.gpus_per_node),
+        "ranks_per_node": ranks,
+        "gpus_per_node": -(-slurm.gpus_per_node * ranks // per_node),
         "cpus_per_gpu": cpus_per_rank(slurm),
-        "mem_gb": slurm.mem_gb and -(-slurm.mem_gb // ranks_on_each_node(slurm)),
-        "time_limit": experiment.evaluation.job_time_limit or longest,
+        "mem_gb": slurm.mem_gb and -(-slurm.mem_gb * ranks // per_node),
         "signal_lead_s": None,
         "dependency": None,
         "mail": None,

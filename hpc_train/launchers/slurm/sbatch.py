@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc_train.console import say
 from hpc_train.errors import NoSchedulerError, shortened
+from hpc_train.launchers.base import JobArray
 from hpc_train.launchers.slurm import commands, script
 from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import SubmissionPaths
@@ -120,6 +121,18 @@ def sbatch(batch: Batch, runs: int = 1) -> str:
         evaluation.chmod(0o600)  # it is refused if others can write it
     environ = script.job_environment(batch.parameters, os.environ)
     return submitted_number(["--parsable", str(path)], environ)
+
+
+def submitted_array(array: JobArray, text: str) -> str:
+    """Write the script of an array of jobs, which are numbered from 1, and submit it; return its number.
+
+    Raises NoSchedulerError without trying again: the array may be queued although sbatch has failed.
+    """
+    path = array.folder / "batch.sh"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    arguments = ["--parsable", f"--array=1-{array.count}", str(path), str(array.run.folder.absolute())]
+    return submitted_number(arguments, script.job_environment({"additional_parameters": {}}, os.environ))
 
 
 def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
