@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.base import Ranks
+from hpc_train.launchers.slurm import evaluations
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
@@ -37,6 +38,7 @@ from hpc_train.recovery.diagnosis import (
     stop_reason,
 )
 from hpc_train.recovery.history import diagnose_record, saved_step
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.attempts import (
     AttemptRecord,
     job_cluster,
@@ -170,11 +172,16 @@ def other_cluster(paths: RunPaths) -> str | None:
 def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
     """Return the status of runs; ``status.json`` is corrected if Slurm reports an end or a requeue.
 
+    An evaluation whose job has ended without a result is recorded as failed once the run has ended, too.
+
     If Slurm does not answer, the folders' status is returned and this is printed, once; with ``max_age_s`` 0
     NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
+    ended_runs = [folder for folder in folders if folder.status.state not in GOING_ON]
+    evaluating = [(folder, *entry) for folder in ended_runs for entry in _evaluations(folder)]
     going_on = {folder.key for folder in folders if folder.key and folder.status.state in GOING_ON}
+    going_on |= {key for _, _, key in evaluating}
     ended = {folder.key for folder in folders if folder.key} - going_on
     jobs: dict[JobKey, JobState] = {}
     if going_on or max_age_s == 0 or any(folder.may_return for folder in folders):
@@ -185,8 +192,31 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
                 raise
             if going_on:
                 say(str(error), "  what follows is what the run folders say")
+    for folder, step, key in evaluating:
+        _check_evaluation(folder, step, jobs.get(key))
     submissions = Submissions()
     return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
+
+
+def _evaluations(folder: Folder) -> Iterator[tuple[int, JobKey]]:
+    """Yield the step and the newest job of each evaluation that waits or runs according to the folder."""
+    for step in evaluation_jobs.submitted(folder.paths):
+        yield step, (evaluation_jobs.job_ids(folder.paths, step)[-1], folder.cluster)
+
+
+def _check_evaluation(folder: Folder, step: int, job: JobState | None) -> None:
+    """Record that an evaluation has failed if its job has ended and left no result.
+
+    While the run trains, its batch script submits another job instead.
+    """
+    if job is None or not job.is_over or _has_just_ended(job) or _may_reappear(job):
+        return
+    if step not in evaluation_jobs.unfinished(folder.paths):  # its result has come meanwhile
+        return
+    is_own = job.name in {evaluations.job_name(folder.paths, step), None}
+    how = "it is no longer in the queue" if job.state == FORGOTTEN or not is_own else job.state
+    with suppress(OSError):  # another user's run, or a full disk: it is recorded another time
+        evaluation_jobs.note_failure(folder.paths, step, f"job {job.job} ended without a result: {how}")
 
 
 def status_of(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
@@ -327,7 +357,7 @@ def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     if (
         job.missed_at is not None
         and not folder.is_cancelled
-        and not (time.time() - job.missed_at >= SECOND_LOOK_S and folder.is_silent())
+        and (_may_reappear(job) or not folder.is_silent())
     ):
         text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
@@ -348,6 +378,11 @@ def end_cancelled(folder: Folder) -> RunStatus:
     step = max(folder.status.step, saved_step(folder.paths, newest_number(folder.paths)))
     status = replace(folder.status, state="cancelled", step=step, reason=CANCELLED_BY)
     return _end(folder, status, "cancelled")
+
+
+def _may_reappear(job: JobState) -> bool:
+    """Return True if Slurm's answers have lacked the job for so short a time that it may not have ended."""
+    return job.missed_at is not None and time.time() - job.missed_at < SECOND_LOOK_S
 
 
 def _has_just_ended(job: JobState) -> bool:
