@@ -49,8 +49,8 @@ def submitted(paths: RunPaths) -> list[int]:
 def job_ids(paths: RunPaths, step: int) -> list[str]:
     """Return the ids of the jobs that were submitted for a step, the newest last."""
     path = paths.evaluation_job(step, "jobs")
-    words = path.read_text("utf-8").split() if path.exists() else []
-    return [word for word in words if word.isdecimal()]
+    ids = path.read_text("utf-8").split() if path.exists() else []
+    return [job for job in ids if job.isdecimal()]
 
 
 def note_job(paths: RunPaths, step: int, job: str) -> None:
@@ -108,11 +108,11 @@ def in_words(paths: RunPaths) -> str:
     failed, waiting = failures(paths), len(submitted(paths))
     left = len(unfinished(paths)) - waiting
     counts = [f"{len(rows(paths))} of {number} done"] + [f"{waiting} waiting or running"] * (waiting > 0)
-    words = [", ".join(counts + [f"{left} not submitted"] * (left > 0))]
-    words += [f"step {step} failed: {reason}" for step, reason in failed.items()]
+    parts = [", ".join(counts + [f"{left} not submitted"] * (left > 0))]
+    parts += [f"step {step} failed: {reason}" for step, reason in failed.items()]
     if failed or (left and read_status(paths).state not in GOING_ON):
-        words.append(f"`hpc-train evaluate {run_name(paths)} --step STEP` adds the row of a step")
-    return "; ".join(words)
+        parts.append(f"`hpc-train evaluate {run_name(paths)} --step STEP` adds the row of a step")
+    return "; ".join(parts)
 
 
 def join(paths: RunPaths) -> None:
