@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from hpc_train.errors import printable
 from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import start_loggers
+from hpc_train.loggers.metrics_writer import MetricsWriter, start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.bad_samples import all_known

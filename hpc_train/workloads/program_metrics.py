@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hpc_train.experiment.config.schema import Program
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import LoggerThread, call_all, start_loggers
+from hpc_train.loggers.metrics_writer import LoggerThread, MetricsWriter, call_all, start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar, default_metric, goal_of
 from hpc_train.run.file_shapes import encoded
