@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,16 +55,10 @@ if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job
     from hpc_train.experiment.plan.devices import Device
 
-#: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
-#: Slurm may be about to requeue the ended job. Assumed.
-_GRACE = timedelta(seconds=5)
 #: The signal that Slurm reports for a batch script whose output file could not be opened (22.05).
 _NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
-#: A job that Slurm does not know counts as ended if it is still unknown this much later: some sites answer
-#: squeue and scontrol from a cache of about half a minute. Assumed.
-SECOND_LOOK_S = 60.0
 #: Four heartbeats: an attempt that wrote something since then is running, whatever Slurm's answer lacks.
 _ALIVE_S = 120.0
 
@@ -178,8 +170,12 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
     NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
-    ended_runs = [folder for folder in folders if folder.status.state not in GOING_ON]
-    evaluating = [(folder, *entry) for folder in ended_runs for entry in _evaluations(folder)]
+    evaluating = [
+        (folder.paths, step, (evaluation_jobs.job_ids(folder.paths, step)[-1], folder.cluster))
+        for folder in folders
+        if folder.status.state not in GOING_ON
+        for step in evaluation_jobs.submitted(folder.paths)
+    ]
     going_on = {folder.key for folder in folders if folder.key and folder.status.state in GOING_ON}
     going_on |= {key for _, _, key in evaluating}
     ended = {folder.key for folder in folders if folder.key} - going_on
@@ -192,31 +188,10 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
                 raise
             if going_on:
                 say(str(error), "  what follows is what the run folders say")
-    for folder, step, key in evaluating:
-        _check_evaluation(folder, step, jobs.get(key))
+    for paths, step, key in evaluating:
+        evaluations.note_end(paths, step, jobs.get(key))
     submissions = Submissions()
     return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
-
-
-def _evaluations(folder: Folder) -> Iterator[tuple[int, JobKey]]:
-    """Yield the step and the newest job of each evaluation that waits or runs according to the folder."""
-    for step in evaluation_jobs.submitted(folder.paths):
-        yield step, (evaluation_jobs.job_ids(folder.paths, step)[-1], folder.cluster)
-
-
-def _check_evaluation(folder: Folder, step: int, job: JobState | None) -> None:
-    """Record that an evaluation has failed if its job has ended and left no result.
-
-    While the run trains, its batch script submits another job instead.
-    """
-    if job is None or not job.is_over or _has_just_ended(job) or _may_reappear(job):
-        return
-    if step not in evaluation_jobs.unfinished(folder.paths):  # its result has come meanwhile
-        return
-    is_own = job.name in {evaluations.job_name(folder.paths, step), None}
-    how = "it is no longer in the queue" if job.state == FORGOTTEN or not is_own else job.state
-    with suppress(OSError):  # another user's run, or a full disk: it is recorded another time
-        evaluation_jobs.note_failure(folder.paths, step, f"job {job.job} ended without a result: {how}")
 
 
 def status_of(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
@@ -354,16 +329,12 @@ def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run whose job has ended or is unknown, if the folder has no end yet."""
-    if (
-        job.missed_at is not None
-        and not folder.is_cancelled
-        and (_may_reappear(job) or not folder.is_silent())
-    ):
+    if job.missed_at is not None and not folder.is_cancelled and (job.may_reappear or not folder.is_silent()):
         text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
         )
         return replace(folder.status, reason="; ".join(filter(None, (folder.status.reason, text))))
-    if _has_just_ended(job):
+    if job.has_just_ended:
         return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
     if folder.is_cancelled:
         return end_cancelled(folder)
@@ -378,18 +349,6 @@ def end_cancelled(folder: Folder) -> RunStatus:
     step = max(folder.status.step, saved_step(folder.paths, newest_number(folder.paths)))
     status = replace(folder.status, state="cancelled", step=step, reason=CANCELLED_BY)
     return _end(folder, status, "cancelled")
-
-
-def _may_reappear(job: JobState) -> bool:
-    """Return True if Slurm's answers have lacked the job for so short a time that it may not have ended."""
-    return job.missed_at is not None and time.time() - job.missed_at < SECOND_LOOK_S
-
-
-def _has_just_ended(job: JobState) -> bool:
-    """Return True if the job ended within the last seconds, by clocks that may differ by as much."""
-    if job.ended is None:
-        return False
-    return abs(datetime.now(UTC) - datetime.fromisoformat(job.ended)) < _GRACE
 
 
 def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagnosis:
