@@ -21,7 +21,7 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, counted
 from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import ALLOCATION, commands, queue_status, scancel
+from hpc_train.launchers.slurm import ALLOCATION, commands, scancel
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.batch_job import IN_ALLOCATION, MARK, BatchJob, gone_nodes
 from hpc_train.launchers.slurm.commands import MAX_AGE_S
@@ -435,6 +435,6 @@ def _end_of_job(job: str, max_age_s: float) -> str | None:
         return None
     if state is None or not state.is_over:
         return None
-    if state.missed_at is not None and time.time() - state.missed_at < queue_status.SECOND_LOOK_S:
+    if state.may_reappear:
         return None  # one absent answer proves nothing
     return f"job {job}, in which it ran, has ended ({state.state})"

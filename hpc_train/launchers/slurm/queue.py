@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
 from hpc_train.errors import NoSchedulerError
@@ -38,6 +38,12 @@ ELSEWHERE = "ELSEWHERE"
 JobKey: TypeAlias = tuple[str, str | None]
 #: Maximum calls of scontrol per query: it accepts one id per call.
 _SHOWN_MAX = 20
+#: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
+#: Slurm may be about to requeue the ended job. Assumed.
+_GRACE = timedelta(seconds=5)
+#: A job that Slurm does not know counts as ended if it is still unknown this much later: some sites answer
+#: squeue and scontrol from a cache of about half a minute. Assumed.
+SECOND_LOOK_S = 60.0
 #: How long a missed job is remembered until the next query.
 _MISSED_MAX_S = 86400.0
 #: For a status that a user waits for.
@@ -117,6 +123,16 @@ class JobState:
     def is_over(self) -> bool:
         """It has left its nodes and will not be started again."""
         return self.state in ENDED or self.state == FORGOTTEN
+
+    @property
+    def has_just_ended(self) -> bool:
+        """Whether it ended within the last seconds, by clocks that may differ by as much."""
+        return self.ended is not None and abs(datetime.now(UTC) - datetime.fromisoformat(self.ended)) < _GRACE
+
+    @property
+    def may_reappear(self) -> bool:
+        """Whether answers have lacked it for so short a time that it may not have ended."""
+        return self.missed_at is not None and time.time() - self.missed_at < SECOND_LOOK_S
 
 
 def ask(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.base import Ranks
-from hpc_train.launchers.slurm import queue
+from hpc_train.launchers.slurm import evaluations, queue
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
@@ -22,7 +20,7 @@ from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.diagnosis import LESS_MEMORY, Diagnosis, Stop, diagnose_unexplained_job, stop_reason
 from hpc_train.recovery.history import diagnose_record, saved_step
-from hpc_train.run import attempts
+from hpc_train.run import attempts, evaluation_jobs
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
@@ -33,16 +31,10 @@ if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job
     from hpc_train.experiment.plan.devices import Device
 
-#: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
-#: Slurm may be about to requeue the ended job. Assumed.
-_GRACE = timedelta(seconds=5)
 #: The signal that Slurm reports for a batch script whose output file could not be opened (22.05).
 _NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
-#: A job that Slurm does not know counts as ended if it is still unknown this much later: some sites answer
-#: squeue and scontrol from a cache of about half a minute. Assumed.
-SECOND_LOOK_S = 60.0
 #: Four heartbeats: an attempt that wrote something since then is running, whatever Slurm's answer lacks.
 _ALIVE_S = 120.0
 
@@ -149,11 +141,20 @@ def other_cluster(paths: RunPaths) -> str | None:
 def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
     """Return the status of runs; ``status.json`` is corrected if Slurm reports an end or a requeue.
 
+    An evaluation whose job has ended without a result is recorded as failed once the run has ended, too.
+
     If Slurm does not answer, the folders' status is returned and this is printed, once; with ``max_age_s`` 0
     NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
+    evaluating = [
+        (folder.paths, step, (evaluation_jobs.job_ids(folder.paths, step)[-1], folder.cluster))
+        for folder in folders
+        if folder.status.state not in GOING_ON
+        for step in evaluation_jobs.submitted(folder.paths)
+    ]
     going_on = {folder.key for folder in folders if folder.key and folder.status.state in GOING_ON}
+    going_on |= {key for _, _, key in evaluating}
     ended = {folder.key for folder in folders if folder.key} - going_on
     jobs: dict[JobKey, JobState] = {}
     if going_on or max_age_s == 0 or any(folder.may_return for folder in folders):
@@ -164,6 +165,8 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
                 raise
             if going_on:
                 say(str(error), "  what follows is what the run folders say")
+    for paths, step, key in evaluating:
+        evaluations.note_end(paths, step, jobs.get(key))
     submissions = Submissions()
     return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
 
@@ -297,16 +300,12 @@ def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run whose job has ended or is unknown, if the folder has no end yet."""
-    if (
-        job.missed_at is not None
-        and not folder.is_cancelled
-        and not (time.time() - job.missed_at >= SECOND_LOOK_S and folder.is_silent())
-    ):
+    if job.missed_at is not None and not folder.is_cancelled and (job.may_reappear or not folder.is_silent()):
         text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
         )
         return replace(folder.status, reason="; ".join(filter(None, (folder.status.reason, text))))
-    if _has_just_ended(job):
+    if job.has_just_ended:
         return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
     if folder.is_cancelled:
         return end_cancelled(folder)
@@ -321,13 +320,6 @@ def end_cancelled(folder: Folder) -> RunStatus:
     step = max(folder.status.step, saved_step(folder.paths, newest_number(folder.paths)))
     status = replace(folder.status, state="cancelled", step=step, reason=CANCELLED_BY)
     return _end(folder, status, "cancelled")
-
-
-def _has_just_ended(job: JobState) -> bool:
-    """Return True if the job ended within the last seconds, by clocks that may differ by as much."""
-    if job.ended is None:
-        return False
-    return abs(datetime.now(UTC) - datetime.fromisoformat(job.ended)) < _GRACE
 
 
 def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagnosis:
