@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from filelock import FileLock
@@ -112,8 +113,8 @@ def image() -> Path:
 def build() -> str:
     """Return the name of the image of ``envs/`` in podman's storage, built without a package index.
 
-    Wheels are downloaded once, into a folder beside that of ``image``. podman reuses the layers of the last
-    build: after a change of the package alone, only hpc-train is installed again.
+    Wheels are downloaded once, into a folder beside that of ``image`` (3 GB). podman reuses the layers of the
+    last build: after a change of the package alone, only hpc-train is installed again.
     """
     free_gb = shutil.disk_usage(_folder()).free / 1e9
     if free_gb < _BUILD_GB:
@@ -142,19 +143,19 @@ def _base() -> str:
 
 
 def _wheels() -> Path:
-    """Return the folder with the wheels of the image; download them if it is not there."""
-    install_sh = REPOSITORY / "envs" / "install.sh"
-    sources = (install_sh, install_sh.with_name("constraints-cuda.txt"), REPOSITORY / "pyproject.toml")
-    content = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    folder = _folder() / f"wheels-{content}"
+    """Return the folder with the wheels of the image; download those that are not there."""
+    constraints = (REPOSITORY / "envs" / "constraints-cuda.txt").read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = "\n".join([constraints, *project["dependencies"]])
+    folder = _folder() / "wheels"
+    downloaded = folder / "downloaded"
     with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            new = folder.with_suffix(".new")
-            command = ["bash", install_sh, "wheels", new, sys.executable]
+        if not downloaded.exists() or downloaded.read_text() != wanted:
+            command = ["bash", REPOSITORY / "envs" / "install.sh", "wheels", folder, sys.executable]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_LIMIT_S)
             if done.returncode:
                 leave_out(f"pip could not download the wheels: {done.stderr[-300:]}")
-            new.rename(folder)
+            downloaded.write_text(wanted)
     return folder
 
 

@@ -167,7 +167,7 @@ def test_the_image_of_envs_trains_and_resumes_after_a_preemption(
 @pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
 def test_the_image_of_envs_runs_hpc_train_and_compiles(cluster: Cluster, built: str, tmp_path: Path) -> None:
     """Its entrypoint, its compiler and the headers of Python; ``examples/digits.yaml`` in it."""
-    options = ("--rm", "--network=host", "--cgroups=disabled", f"--volume={tmp_path}:/work", "--workdir=/work")
+    options = ("--rm", "--network=host", "--cgroups=disabled", f"-v={tmp_path}:/work", "-w=/work")
     example = "/usr/src/hpc-train/examples/digits.yaml"
     settings = ("device=cpu", "compile=true", "optimization.epochs=1")
     command = ["podman", "run", *options, built, "submit", example, "--local", *settings]
