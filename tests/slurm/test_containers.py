@@ -167,11 +167,14 @@ def test_the_image_of_envs_trains_and_resumes_after_a_preemption(
 @pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
 def test_the_image_of_envs_runs_hpc_train_and_compiles(cluster: Cluster, built: str, tmp_path: Path) -> None:
     """Its entrypoint, its compiler and the headers of Python; ``examples/digits.yaml`` in it."""
-    options = ("--rm", "--network=host", "--cgroups=disabled", f"-v={tmp_path}:/work", "-w=/work")
+    # podman's own limits are above those of many machines.
+    limits = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
+    options = ("--rm", "--network=host", "--cgroups=disabled", *limits)
     example = "/usr/src/hpc-train/examples/digits.yaml"
-    settings = ("device=cpu", "compile=true", "optimization.epochs=1")
-    command = ["podman", "run", *options, built, "submit", example, "--local", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    settings = ("device=cpu", "compile=true", "optimization.epochs=2")
+    mounts = (f"--volume={tmp_path}:/work", "--workdir=/work")
+    command = ["podman", "run", *options, *mounts, built, "submit", example, "--local", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert status(only_run(tmp_path))["state"] == "completed"
 
