@@ -165,17 +165,22 @@ def test_the_image_of_envs_trains_and_resumes_after_a_preemption(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
-def test_the_image_of_envs_runs_hpc_train_and_compiles(cluster: Cluster, built: str, tmp_path: Path) -> None:
-    """Its entrypoint, its compiler and the headers of Python; ``examples/digits.yaml`` in it."""
+def test_the_image_of_envs_trains_without_a_job_and_compiles(
+    cluster: Cluster, built: str, tmp_path: Path
+) -> None:
+    """Its entrypoint with ``examples/digits.yaml``; its compiler and Python's headers."""
     # podman's own limits are above those of many machines.
     limits = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
-    options = ("--rm", "--network=host", "--cgroups=disabled", *limits)
+    places = (f"--volume={tmp_path}:/work", "--workdir=/work", "--network=host", "--cgroups=disabled")
     example = "/usr/src/hpc-train/examples/digits.yaml"
-    settings = ("device=cpu", "compile=true", "optimization.epochs=2")
-    mounts = (f"--volume={tmp_path}:/work", "--workdir=/work")
-    command = ["podman", "run", *options, *mounts, built, "submit", example, "--local", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(8)).sum().item())"
+    for command, printed in [
+        ((built, "submit", example, "--local", "device=cpu", "optimization.epochs=2"), ""),
+        (("--entrypoint=python3", built, "-c", code), "8.0"),
+    ]:
+        words = ["podman", "run", "--rm", *limits, *places, *command]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
+        assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
     assert status(only_run(tmp_path))["state"] == "completed"
 
 
