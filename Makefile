@@ -25,7 +25,7 @@ NUM ?= 40
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix soak bisect-faults verify-faults answers reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
+.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix test-image soak bisect-faults verify-faults answers reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -88,6 +88,10 @@ test-slurm-prefix: install ## SLURM_PREFIX=/opt/slurm: run the Slurm tests with 
 soak: install ## SEEDS=1-100: run on a real Slurm with random faults, under a minute per seed
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.soak --seeds $(SEEDS)
+
+test-image: install ## build the image of envs/ by podman, resume a preempted run in it: needs root, Debian, PyPI and 25 GB of disk
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
+	@HPC_TRAIN_REQUIRE_SLURM=1 $(BIN)/python -m pytest -q -m soak tests/slurm/test_containers.py
 
 bisect-faults: install ## FAULTS=1-60: runs with a seeded random fault each, which bisect must name: about half an hour
 	@$(BIN)/python -m tests.end_to_end.random_faults --seeds $(FAULTS)

@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from hpc_train.paths import RunPaths
 from tests.end_to_end.holding import Hold
-from tests.end_to_end.runs import assert_equal_to_the_bit, installed, only_run, wait_for
+from tests.end_to_end.runs import assert_equal_to_the_bit, installed, only_run, status, wait_for
 from tests.quiet import QuietRuns
 from tests.slurm import containers
 from tests.slurm.cluster import Cluster, running
@@ -79,6 +79,12 @@ def cluster(_cluster_with_pyxis: Cluster, monkeypatch: pytest.MonkeyPatch) -> It
     with FileLock(Path(tempfile.gettempdir()) / "hpc-train-test-containers.lock"):
         yield _cluster_with_pyxis
         _cluster_with_pyxis.clear()
+
+
+@pytest.fixture(scope="module")
+def built(_cluster_with_pyxis: Cluster) -> str:
+    """The image of ``envs/``, built by the podman that is in PATH next to the cluster."""
+    return containers.build()
 
 
 def podman_containers() -> list[str]:
@@ -189,6 +195,49 @@ def test_ranks_in_pyxis_resume_after_a_preemption(
         see_it_preempted(cluster, paths)
     assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
     assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
+def test_the_image_of_envs_trains_and_resumes_after_a_preemption(
+    cluster: Cluster, built: str, tmp_path: Path
+) -> None:
+    container = containers.override("podman", tmp_path, installed(), built=built)
+    undisturbed = submit_one(tmp_path / "undisturbed", container, text=TWO_RANKS)
+    assert wait_for_state(undisturbed, "completed", "failed") == "completed", account(undisturbed)
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, container, hold.override, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 1)
+        for process in ranks_inside(paths, 1):
+            libraries = Path(f"/proc/{process}/maps").read_text()
+            assert "/opt/hpc-train/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so" in libraries
+        see_it_preempted(cluster, paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert len(records(paths)) == 2, account(paths)
+    assert_equal_to_the_bit(undisturbed, paths)
+    wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
+def test_the_image_of_envs_trains_without_a_job_and_compiles(
+    cluster: Cluster, built: str, tmp_path: Path
+) -> None:
+    """Its entrypoint with ``examples/digits.yaml``; its compiler and Python's headers."""
+    # podman's own limits are above those of many machines.
+    limits = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
+    places = (f"--volume={tmp_path}:/work", "--workdir=/work", "--network=host", "--cgroups=disabled")
+    example = "/usr/src/hpc-train/examples/digits.yaml"
+    code = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(8)).sum().item())"
+    for command, printed in [
+        ((built, "submit", example, "--local", "device=cpu", "optimization.epochs=2"), ""),
+        (("--entrypoint=python3", built, "-c", code), "8.0"),
+    ]:
+        words = ["podman", "run", "--rm", *limits, *places, *command]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
+        assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
+    assert status(only_run(tmp_path))["state"] == "completed"
 
 
 def test_a_killed_step_leaves_no_container(cluster: Cluster, tmp_path: Path) -> None:
