@@ -28,9 +28,9 @@ from hpc_train.cli.replayed_run import ReplayedRun, replayed_stretches, thread_v
 from hpc_train.cli.verify_jobs import VerifyingJobs, jobs_lines, joined, submit
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted
-from hpc_train.launchers.gpus import count_gpus, gpu_names
 from hpc_train.launchers.local import LocalLauncher, noted_signals
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus, gpu_names
 from hpc_train.report.parted_steps import (
     Lines,
     place,
