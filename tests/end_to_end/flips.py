@@ -29,13 +29,12 @@ from tests.end_to_end.parts import Block
 FLIP = "FLIPPED_BIT"
 #: The node, or the rank, on which alone bits flip, and a file that the first and only flip creates.
 FLIPS_ON, FLIPS_ONCE = "FLIPPED_BIT_ON", "FLIPPED_BIT_ONCE"
-#: A file that the first flip creates, with the name of its node: no other node flips bits. That one flips
-#: them once or, with ``RECURS``, in every later step.
-BAD_NODE, RECURS = "FLIPPED_BIT_NODE", "FLIPPED_BIT_RECURS"
+#: A file that the first flip creates, with the name of its node: no other node flips bits. That one does
+#: once or, if the flip has several steps, in each of them.
+BAD_NODE = "FLIPPED_BIT_NODE"
 #: The package outside of the snapshot, in a folder of PYTHONPATH, with a flip in its ``FLIP``.
 LIBRARY = "flipping_library"
 SEED = 3
-MAX_STEPS = 100
 #: Of ``net``, in the order of its forward.
 MODULES = ("stem", "blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "blocks.1.norm", "head")
 DROPOUTS = ("blocks.0.dropout", "blocks.1.dropout")
@@ -69,8 +68,7 @@ class Flip:
 
     @cached_property
     def _seeds(self) -> set[int]:
-        last = MAX_STEPS if RECURS in os.environ else self.step - 1 + self.num_steps
-        steps = range(self.step - 1, last)
+        steps = range(self.step - 1, self.step - 1 + self.num_steps)
         numbers = range(self.number, self.number + self.num_numbers)
         return {stream_seed(SEED, step, number) for step in steps for number in numbers}
 
@@ -87,7 +85,7 @@ class Flip:
             with file.open("x") as opened:
                 opened.write(node)
         except FileExistsError:
-            return RECURS in os.environ and file.read_text() == node
+            return self.num_steps > 1 and file.read_text() == node
         return True
 
     def of(self, value: Tensor) -> Tensor:

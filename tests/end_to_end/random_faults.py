@@ -34,7 +34,7 @@ from hpc_train.paths import RunPaths
 from tests import warm
 from tests.cli.json_checks import checked
 from tests.commits import REPOSITORY, commit
-from tests.end_to_end.flips import BAD_NODE, DROPOUTS, FLIP, LIBRARY, MODULES, RECURS, Flip
+from tests.end_to_end.flips import BAD_NODE, DROPOUTS, FLIP, LIBRARY, MODULES, Flip
 from tests.end_to_end.runs import (
     EXPERIMENT,
     assert_equal_to_the_bit,
@@ -382,10 +382,11 @@ class SlurmSweep(Sweep):
             f"parallel.strategy={result.strategy}",
             f"recovery.verify_every_steps={result.verify_every_steps}",
         )
-        flip = {FLIP: result.flip, BAD_NODE: str(self._bad_node(result))}
-        flip |= {RECURS: "1"} if result.recurs else {}
+        flip = Flip.parsed(result.flip)
+        flip = replace(flip, num_steps=STEPS - flip.step + 1 if result.recurs else 1)
+        bits = {FLIP: str(flip), BAD_NODE: str(self._bad_node(result))}
         runs = {"HPC_TRAIN_RUNS": str(self.folder / "runs")}
-        environment = ENVIRONMENT | self.cluster.environment | warm.for_jobs() | flip | runs
+        environment = ENVIRONMENT | self.cluster.environment | warm.for_jobs() | bits | runs
         done = hpc_train("submit", write_experiment(self.folder / name, TEXT), *words, **environment)
         assert done.code == 0, done.err
         (record,) = (self.folder / "runs" / name).glob("[!.]*/run.json")
