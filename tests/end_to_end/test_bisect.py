@@ -185,6 +185,27 @@ def test_a_compiled_run_equals_its_replay(quiet_runs: QuietRuns) -> None:
     assert own == own | expected and answer["place"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.args.flip=output:5:2:head:18"], {"step": 5, "where": "loss", "micro_batch": 2}),
+        (
+            ["model.args.flip=gradient:5:2:stem:18"],
+            {"step": 5, "where": "gradients", "tensor": "stem.weight"},
+        ),
+        (["compile=false"], {"step": 1, "where": "loss", "micro_batch": 0}),
+    ],
+    ids=["output", "gradient", "one of two"],
+)
+def test_compiled_runs(words: list[str], expected: dict[str, Any], quiet_runs: QuietRuns) -> None:
+    """A compiled model does not call its modules one by one: inputs, losses and tensors are compared."""
+    run, other = (quiet_runs.of(*COMPILED, *more, text=TEXT, ranks=1) for more in ((), words))
+    answer = bisected(run.folder, other.folder, code=1)
+    assert answer["place"] == answer["place"] | expected, answer
+    assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
+    assert answer["replays"] <= 4
+
+
 def test_a_run_is_replayed_with_the_current_code(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(work_tree(), tree)

@@ -15,6 +15,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.html.collecting import collect
 from hpc_train.report.html.page import render
 from hpc_train.report.metrics_reader import rows_in
+from hpc_train.run.spikes import Spike, SpikesFile
 from tests.report.browser import chromium, missing, opened, violations
 from tests.report.made_experiments import made_experiments
 from tests.report.made_runs import made_sweep
@@ -32,6 +33,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunPaths]:
     runs[0].status.write_text(json.dumps(status | {"reason": _ATTACK}))
     rows = [row | {_ATTACK: 1.0} for row in rows_in(runs[0].metrics)]
     runs[0].metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spikes = SpikesFile(collect(runs).runs[0].paths.spikes, 0)
+    spikes.append(Spike(51, 9.0, 2.0), [4, 5], "skip")
+    spikes.close()
     return runs
 
 
@@ -202,6 +206,28 @@ def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, ru
     page.context.close()
 
 
+def test_a_spike_is_named_below_the_pointer_and_at_the_cursor(browser: Any, file: Path) -> None:
+    page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
+    words = "spike at step 51: loss 9 above 2, update skipped (samples 4, 5)"
+    figure = page.locator(".charts figure", has_text="▼ 1 spike")
+    mark, frame, tip = figure.locator(".spike"), figure.locator(".frame"), page.locator("#tip")
+    assert mark.count() == 1 and mark.locator("title").count() == 0
+    frame.scroll_into_view_if_needed()
+    _wait_for_scrolling(page)
+    mark.hover()
+    assert words in tip.inner_text()
+    frame.focus()
+    page.keyboard.press("Home")
+    assert words not in (frame.get_attribute("aria-valuetext") or "")
+    for _ in range(9):
+        page.keyboard.press("ArrowRight")
+    assert words in (frame.get_attribute("aria-valuetext") or "") and words in tip.inner_text()
+    page.locator("#legend button").first.press("Enter")
+    assert mark.is_hidden()
+    assert _requests(said, file) == []
+    page.context.close()
+
+
 def test_runs_are_sorted_filtered_and_hidden(browser: Any, file: Path) -> None:
     page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
     rows = page.locator("table.runs tbody tr")
@@ -235,6 +261,7 @@ def test_without_scripts_the_page_shows_its_tables_and_charts(browser: Any, file
     assert page.locator(".frame[role=img]").count() > 5
     box = page.locator(".charts .curve.c0").first.bounding_box()
     assert box is not None and box["width"] > 100
+    assert page.locator(".spike title").count() == 1
     assert page.locator("#theme").is_hidden()
     assert page.locator("#attempts table").is_visible()
     assert page.locator("#time tbody tr").count() == 11
