@@ -24,8 +24,11 @@ from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
-TEXT = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.flips:net").replace(
-    "every_steps: 7", "every_steps: 3"
+STEPS = 30
+TEXT = (
+    EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.flips:net")
+    .replace("every_steps: 7", "every_steps: 3")
+    .replace("steps: 60", f"steps: {STEPS}")
 )
 KEY = "recovery.verify_every_steps"
 
@@ -40,7 +43,7 @@ def test_a_verified_run_is_bitwise_identical(
     words = (f"parallel.strategy={strategy}",)
     verified = quiet_runs.of(*words, f"{KEY}={every}", text=TEXT, ranks=ranks)
     assert_equal_to_the_bit(quiet_runs.of(*words, text=TEXT, ranks=ranks), verified)
-    assert Manifest.read(committed(verified)[0]).verified == 60, "compared after the last step, too"
+    assert Manifest.read(committed(verified)[0]).verified == STEPS, "compared after the last step, too"
 
 
 def test_micro_batches_of_unequal_weight_are_verified(quiet_runs: QuietRuns, tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_micro_batches_of_unequal_weight_are_verified(quiet_runs: QuietRuns, tmp
 def test_one_flipped_bit_is_noticed_and_undone(
     kind: str, number: int, rank: int, ranks: int, every: int, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    step = random.randint(2, 58)
+    step = random.randint(2, STEPS - 2)
     module = "head" if kind == "gradient" else "stem"
     flip = {
         FLIP: f"{kind}:{step}:{number}:{module}:18",
