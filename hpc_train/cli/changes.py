@@ -23,10 +23,8 @@ from hpc_train.experiment.plan.sweep import CHANGEABLE, changes_identity
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
-from hpc_train.run import frozen_experiment
+from hpc_train.run import find, frozen_experiment, run_status
 from hpc_train.run.create import Origin, noted_versions, origin_of
-from hpc_train.run.find import run_name
-from hpc_train.run.run_status import recorded_values
 from hpc_train.run.versions import Differences, differences, in_words, versions
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
@@ -161,7 +159,7 @@ def _text(value: Any) -> str:
 def swept_values(paths: RunPaths, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in ``data`` of the keys that the run's sweep varied; these may be damaged."""
     values = {}
-    for key in recorded_values(paths):
+    for key in run_status.recorded_values(paths):
         with suppress(BadKeyError, KeyError, TypeError):
             values[key] = value_at(data, split_key(key))
     return values
@@ -179,7 +177,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Job]], *, is_queued: bool) -
         origin = origin_of(paths)
         if origin is not None:
             file = files.setdefault(repr(origin), _File(origin))
-            runs_by_lines.setdefault(file.lines(paths, used, is_queued), []).append(run_name(paths))
+            runs_by_lines.setdefault(file.lines(paths, used, is_queued), []).append(find.run_name(paths))
     for lines, ids in runs_by_lines.items():
         _say_lines(either(ids), lines)
 

@@ -34,15 +34,11 @@ from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import PROGRAMS, RunPaths, expanded, from_here
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.report.metrics_reader import in_words
-from hpc_train.run import evaluation_jobs, frozen_experiment
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import attempts, checkpoints, create, evaluation_jobs, found_micro_batch, frozen_experiment
 from hpc_train.run.bad_samples import BadSample, all_known
-from hpc_train.run.checkpoints import find_step, selection_words
 from hpc_train.run.code.snapshot import link, linked
-from hpc_train.run.create import noted_changes
 from hpc_train.run.files import read_json, replacing, write_json
 from hpc_train.run.find import refuse_target, run_name
-from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows, finite
 from hpc_train.run.run_status import read_status, run_facts
 from hpc_train.run.trust import check_run
@@ -105,8 +101,8 @@ def run_ranks(
     experiment = newest_experiment(paths, overrides)
     check(experiment)
     snapshot = None if is_new(options.code) else linked(paths)
-    step = find_step(paths, best=wants_best, step=options.step)
-    if words := selection_words(paths, step):
+    step = checkpoints.find_step(paths, best=wants_best, step=options.step)
+    if words := checkpoints.selection_words(paths, step):
         say(f"{run_name(paths)}: {words}")
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
     run_of_ranks = ranks_folder(command, paths, experiment, snapshot)
@@ -130,11 +126,11 @@ def one_run(command: str, names: Sequence[str]) -> RunPaths:
 
 def newest_experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     """Return the newest attempt's experiment with the overrides and the size that ``auto`` found."""
-    changes = [*noted_changes(paths, newest_number(paths)), *overrides]
+    changes = [*create.noted_changes(paths, attempts.newest_number(paths)), *overrides]
     experiment = as_training(frozen_experiment.load_changed(paths, changes).experiment)
     if experiment.optimization.micro_batch_size != "auto":
         return experiment
-    size = kept_size(paths)
+    size = found_micro_batch.kept_size(paths)
     if size is None:
         raise UsageError(
             "optimization.micro_batch_size: auto, and the run has not found a size yet; evaluate it once it "
@@ -232,7 +228,7 @@ def predict(options: PredictOptions) -> ExitCode:
         count = write_rows(file, partial(_merged_rows, run_of_ranks.prediction_files()), output.suffix)
     evaluated = read_json(run_of_ranks.evaluated_checkpoint) or {}
     skipped = sorted(all_known(run_of_ranks).values(), key=lambda sample: sample.index)
-    notices = read_json(run_of_ranks.attempt(newest_number(run_of_ranks)).notices) or {}
+    notices = read_json(run_of_ranks.attempt(attempts.newest_number(run_of_ranks)).notices) or {}
     shutil.rmtree(run_of_ranks.folder.parent)
     say(*(f"predict: {line}" for line in notices.get("lines", [])))
     say_skipped(skipped)
