@@ -27,10 +27,7 @@ def cancel(options: CancelOptions) -> ExitCode:
 
 
 def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], list[NoSchedulerError]]:
-    """Cancel the runs, and the stages that wait for them, and print their status.
-
-    Return the outcomes, and the errors of schedulers that did not answer.
-    """
+    """Cancel the runs and the stages after them; return outcomes, and errors of silent schedulers."""
     codes, errors = [ExitCode.DONE], []
     following = [run for paths in runs_to_cancel for run in stage_order.later(paths)]
     runs_to_cancel = list(dict.fromkeys([*runs_to_cancel, *following]))

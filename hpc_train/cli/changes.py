@@ -111,10 +111,7 @@ def changes(before: Job, after: Job) -> list[Change]:
 
 
 def changes_on_resume(frozen: Job, wanted: Job, *, is_queued: bool = False) -> list[Change]:
-    """Return the keys that a resume may change and that differ in ``wanted``.
-
-    ``is_queued``: including the resources that a job requests, which don't matter on this machine.
-    """
+    """Return the keys that a resume may change and that differ; ``is_queued``: a job's resources, too."""
     allowed = [change for change in changes(frozen, wanted) if change.can_be_taken]
     return [change for change in allowed if is_queued or not change.is_of_job]
 
@@ -277,10 +274,7 @@ def other_python(launcher: str, experiment: Job) -> str | None:
 def version_change(
     paths: RunPaths, before: str | None, after: str | None, *, new_code: bool
 ) -> VersionChange:
-    """Compare the run's versions with those of this environment.
-
-    ``before``, ``after``: the other interpreter that the run used, and will use.
-    """
+    """Compare versions. ``before``, ``after``: the other interpreter that the run used, and will use."""
     if after:
         return VersionChange(None, not_compared=after)
     then, now = noted_versions(paths), versions()

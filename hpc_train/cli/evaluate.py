@@ -61,10 +61,7 @@ class Evaluation(TypedDict):
 
 
 def evaluate(options: EvaluateOptions) -> ExitCode:
-    """Evaluate a checkpoint of a run; print a row like a ``val`` row.
-
-    Writes nothing into the run's folder.
-    """
+    """Evaluate a checkpoint and print a row like a ``val`` row; write nothing into the run's folder."""
     code, run_of_ranks = run_ranks("evaluate", options, {})
     if code != ExitCode.DONE:
         return code
@@ -150,10 +147,7 @@ def ranks_folder(command: str, paths: RunPaths, experiment: Job, snapshot: Path 
 
 
 def write_row(run: str, file: str) -> ExitCode:
-    """Evaluate the best checkpoint of a run, else its newest; append the row to ``file``.
-
-    Called by a stage of a file, in its working folder.
-    """
+    """Append the row of the best checkpoint, else the newest, to ``file``. Called by a stage."""
     code, run_of_ranks = run_ranks("evaluate", EvaluateOptions(runs_and_overrides=[run]), {})
     if code == ExitCode.DONE:
         (row,) = evaluation_rows(run_of_ranks.metrics)
@@ -345,10 +339,7 @@ class Export(TypedDict):
 
 
 def export(options: ExportOptions) -> int:
-    """Write the weights, or the model as a program, of a checkpoint of one run.
-
-    A child process, which imports torch, does the work.
-    """
+    """Write a checkpoint's weights or program; a child process, which imports torch, does the work."""
     output, best = options.output, options.wants_best
     if output.suffix not in ("", ".safetensors", *PROGRAMS):
         say(f"-o {output}: written as safetensors")

@@ -111,10 +111,7 @@ def cost_of(plan: Plan, launcher: str, throughput: float | None = None) -> PlanC
 
 
 def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost | None = None) -> list[str]:
-    """Return the line on runs that need more GPU-hours than the file allows, if they do.
-
-    ``cost``: predicted here if it is not given and the file has a budget.
-    """
+    """Return the line on runs that need more GPU-hours than allowed. ``cost``: None: predicted here."""
     if not has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)

@@ -110,10 +110,7 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
 
 
 def submittable(choice: LauncherChoice, loaded: Loaded) -> Plan:
-    """Return the plan of a file that ``submit`` would accept, whatever the queue says.
-
-    Raises BadFileError with all problems.
-    """
+    """Return the plan of a file that ``submit`` accepts, whatever the queue says. Raises BadFileError."""
     plan = with_found_sizes(choice.plan(loaded, None))
     checks = Preflight(choice.launcher, on_this_machine=choice.on_this_machine, needs_launcher=False)
     if problems := checks.of_plan(loaded, plan).problems:
@@ -306,10 +303,7 @@ class QueueForecast:
 
 
 def never_starting(launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[str]:
-    """Return the lines on runs that the queue would refuse, or never start; none if it does not answer.
-
-    The submission has its own time limit. ``name``: the experiment's.
-    """
+    """Return lines on runs that the queue would refuse or never start; none if it does not answer."""
     try:
         return _refused(loaded, _forecast(launcher, loaded, name, runs))
     except NoSchedulerError:

@@ -249,9 +249,7 @@ def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
 def _details(
     run: RunFiles, now: RunStatus, elapsed: float | None, *, with_accounting: bool
 ) -> dict[str, Any]:
-    """Return the fields of a row that the table of runs does not show. For a long run, times are estimates
-    from a part of its rows.
-    """
+    """Return fields that the table of runs does not show; a long run's times are estimates."""
     paths, layout, best = run.paths, run_files.layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
     used = None

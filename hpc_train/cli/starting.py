@@ -216,10 +216,7 @@ def _all_damaged(paths: RunPaths) -> bool:
 
 
 def own_code_place(paths: RunPaths) -> str | None:
-    """Return ``file:line`` of the innermost frame in the user's own files; None without one.
-
-    The file is relative to the folder of ``submit``, if it is below it.
-    """
+    """Return ``file:line`` of the innermost frame in the user's files, from the folder of ``submit``."""
     attempt = paths.attempt(newest_number(paths))
     pattern = re.compile(_OWN_FRAME.format(run=re.escape(paths.folder.name)), re.MULTILINE)
     for error in attempt.files_of_ranks(".error").values():

@@ -159,9 +159,7 @@ def _share(value: float | None) -> str:
 
 
 def _table(ranking: Ranking, collected: Collected) -> dict[str, Any]:
-    """Return the table of a ranking. Columns are (title, kind, cells), the most important ones first; rows
-    are (place on the page, run, cells).
-    """
+    """Return a ranking's table: columns (title, kind, cells) and rows (place, run, cells)."""
     runs, metric = ranking.runs, ranking.metric
     bests = [run.best(metric) if metric else None for run in runs]
     experiments = {run.experiment: None for run in runs}

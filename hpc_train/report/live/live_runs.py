@@ -320,10 +320,7 @@ def _surplus(used: Mapping[Column, int], width: int) -> int:
 
 
 def failures(runs: Sequence[LiveRun], columns: Mapping[Column, int]) -> list[str]:
-    """Return ``NAME: REASON`` of the failed runs whose reason does not fit the table, the newest first.
-
-    Runs with the same reason share a text: ``NAME and 3 more: REASON``.
-    """
+    """Return ``NAME and 3 more: REASON`` of failures that don't fit the table, the newest first."""
     width = columns.get(COLUMNS[-1], 0)
     names: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: run.since, reverse=True):
@@ -353,10 +350,7 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as at most ``width`` blocks between their minimum and maximum.
-
-    With more values, each block is a mean; a block with NaN or infinity is a cross.
-    """
+    """Return at most ``width`` blocks from minimum to maximum, each a mean; a cross if not finite."""
     count = min(width, len(values))
     edges = [place * len(values) // count for place in range(count + 1)] if count else []
     shown = [mean(values[start:end]) for start, end in pairwise(edges)]
