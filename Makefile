@@ -18,14 +18,14 @@ PEERS := .bench/peers
 # Seeds of random faults: of `make soak`, and of `make test-full`.
 SEEDS ?= 1-100
 FULL_SEEDS ?= 1-20
-# Seeds of `make bisect-faults`.
+# Seeds of `make bisect-faults` and `make verify-faults`.
 FAULTS ?= 1-60
 # Mutants of `make mutation`.
 NUM ?= 40
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix soak bisect-faults answers reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
+.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix test-image soak bisect-faults verify-faults answers reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -89,8 +89,16 @@ soak: install ## SEEDS=1-100: run on a real Slurm with random faults, under a mi
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.soak --seeds $(SEEDS)
 
+test-image: install ## build the image of envs/ by podman, resume a preempted run in it: needs root, Debian, PyPI and 25 GB of disk
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
+	@HPC_TRAIN_REQUIRE_SLURM=1 $(BIN)/python -m pytest -q -m soak tests/slurm/test_containers.py
+
 bisect-faults: install ## FAULTS=1-60: runs with a seeded random fault each, which bisect must name: about half an hour
 	@$(BIN)/python -m tests.end_to_end.random_faults --seeds $(FAULTS)
+
+verify-faults: install ## FAULTS=1-60: the same on a node of a real Slurm, for verify_every_steps to find: about half an hour
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
+	@$(BIN)/python -m tests.end_to_end.random_faults --on-slurm --seeds $(FAULTS)
 
 answers: install ## 10,000 seeded sequences of damaged answers of Slurm's programs: about 10 minutes on 2 cores
 	@HPC_TRAIN_TEST_ANSWERS=10000 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) tests/launchers/slurm/test_damaged_answers.py

@@ -20,7 +20,7 @@ attempt() { # NAME WORD COMMAND...
     shift 2
     if said=$("$@" 2>&1); then
         report "$name" "$word"
-    elif grep -Eqi 'name resolution|name or service not known|could not resolve|connection (refused|error|timed out)|max retries|unreachable|i/o timeout|403 forbidden|could not fetch url' <<<"$said"; then
+    elif grep -Eqi 'name resolution|name or service not known|could not resolve|no such host|connection (refused|error|timed out)|max retries|unreachable|i/o timeout|403 forbidden|could not fetch url' <<<"$said"; then
         report "$name" skipped "its index can't be reached from here"
     else
         report "$name" failed "$(tail -n 3 <<<"$said")"
@@ -42,11 +42,12 @@ else
     report environment.yaml skipped "there is no micromamba, mamba or conda"
 fi
 
-if docker info >/dev/null 2>&1; then
-    attempt Dockerfile built docker build --quiet --tag hpc-train-check -f envs/Dockerfile .
-    docker image rm hpc-train-check >/dev/null 2>&1
+if docker info >/dev/null 2>&1; then builder=docker; else builder=$(command -v podman); fi
+if [ -n "$builder" ]; then
+    attempt Dockerfile built "$builder" build --quiet --tag hpc-train-check -f envs/Dockerfile .
+    "$builder" image rm hpc-train-check >/dev/null 2>&1
 else
-    report Dockerfile skipped "there is no Docker daemon"
+    report Dockerfile skipped "there is neither a Docker daemon nor podman"
 fi
 
 if command -v apptainer >/dev/null; then

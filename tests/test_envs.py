@@ -19,7 +19,7 @@ from tests.wheels import REPOSITORY, build, templates, templates_of_the_reposito
 
 ENVS = REPOSITORY / "envs"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-IMAGES = pytest.mark.parametrize("image", ["Dockerfile", "apptainer.def"])
+IMAGES = ("Dockerfile", "apptainer.def")
 CONSTRAINTS = ("constraints-cpu.txt", "constraints-cuda.txt")
 
 
@@ -40,24 +40,27 @@ def pinned(constraints: str) -> dict[str, str]:
     return pins
 
 
-@IMAGES
-def test_an_image_copies_all_that_the_package_is_made_of(image: str) -> None:
-    paths = copied(image)
+def test_images_copy_all_that_the_package_is_made_of_and_install_it_alike() -> None:
+    paths = copied("Dockerfile")
+    assert sorted(paths) == sorted(copied("apptainer.def"))
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
     links = [path.resolve() for path in (REPOSITORY / "hpc_train").rglob("*") if path.is_symlink()]
     linked = {str(path.relative_to(REPOSITORY)) for path in links}
     assert linked, "slurm_templates at least"
     needed = {"pyproject.toml", "hpc_train", "envs", PROJECT["project"]["readme"], *linked}
     assert needed | set(PROJECT["project"]["license-files"]) <= set(paths)
+    for image in IMAGES:
+        text = (ENVS / image).read_text()
+        assert re.findall(r"envs/install.sh (\w+)", text) == ["dependencies", "package"], image
+        assert not re.search(r"^ *(RUN )?(apt-get|pip) ", text, re.MULTILINE), image
 
 
 @pytest.mark.slow
-@IMAGES
-def test_an_image_installs_templates_and_profiles(image: str, tmp_path: Path) -> None:
+def test_an_image_installs_templates_and_profiles(tmp_path: Path) -> None:
     """The wheel that pip builds from the copied files alone."""
     source = tmp_path / "source"
     source.mkdir()
-    for path in copied(image):
+    for path in copied("Dockerfile"):
         if (REPOSITORY / path).is_dir():
             shutil.copytree(REPOSITORY / path, source / path, symlinks=True)
         else:
@@ -100,4 +103,4 @@ def test_environments_resolve_or_build_where_this_machine_can() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=590)
     assert done.returncode == 0, done.stdout + done.stderr
     states = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert states.keys() == {*CONSTRAINTS, "environment.yaml", "Dockerfile", "apptainer.def"}
+    assert states.keys() == {*CONSTRAINTS, "environment.yaml", *IMAGES}

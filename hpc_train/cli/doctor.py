@@ -16,11 +16,12 @@ from hpc_train.experiment.config.problems import COMMAND_LINE, Problem
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.experiment.workload import workload_of
-from hpc_train.launchers import gpus, machine_checks
+from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 from hpc_train.loggers.tracker_environment import has_key, needs_key
 from hpc_train.paths import runs_root
+from hpc_train.rank.env import count_gpus
 
 _LOCAL_ONLY = "runs can be started here with --local only"
 
@@ -60,10 +61,10 @@ def _findings(choice: LauncherChoice, loaded: Loaded | None, options: DoctorOpti
         yield from _file(choice, loaded)
     # The devices of ranks on this machine; jobs of a queue use other machines' GPUs.
     is_on_cpu = experiment is not None and experiment.device == "cpu"
-    here = not launcher.is_queue and not is_on_cpu and gpus.count_gpus(os.environ) > 0
+    here = not launcher.is_queue and not is_on_cpu and count_gpus(os.environ) > 0
     prefetched = None
     if experiment is not None and not launcher.is_queue:
-        prefetched = workload_of(experiment).prefetched_bytes(experiment, max(1, gpus.count_gpus(os.environ)))
+        prefetched = workload_of(experiment).prefetched_bytes(experiment, max(1, count_gpus(os.environ)))
     yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched)
     yield from _webhook()
     if experiment is not None:

@@ -61,13 +61,20 @@ class Evaluation(TypedDict):
 
 
 def evaluate(options: EvaluateOptions) -> ExitCode:
-    """Evaluate a checkpoint and print a row like a ``val`` row; write nothing into the run's folder."""
+    """Evaluate a checkpoint of a run; print a row like a ``val`` row.
+
+    Writes nothing into the run's folder, except for the row of an evaluation by a job that has left none.
+    """
     code, run_of_ranks = run_ranks("evaluate", options, {})
     if code != ExitCode.DONE:
         return code
     (row,) = evaluation_rows(run_of_ranks.metrics)
     run = RunPaths(Path((read_json(run_of_ranks.evaluated_checkpoint) or {})["run"]))
     shutil.rmtree(run_of_ranks.folder.parent)
+    is_changed = bool(runs_and_overrides(options.runs_and_overrides)[1]) or is_new(options.code)
+    if evaluation_jobs.is_missing(run, row["step"]) and not is_changed:
+        evaluation_jobs.note_row(run, row)
+        say(f"{run_name(run)}: recorded as the evaluation of step {row['step']}, whose job has left no row")
     if options.as_json:
         put_json(Evaluation(version=JSON_VERSION, id=run.folder.name, path=str(run.folder), row=row))
     else:

@@ -45,7 +45,7 @@ class Place(TypedDict):
     #: Names of the tensors that differ, at most 100, and their number.
     tensors: list[str]
     num_tensors: int
-    #: The number of tensors that were compared.
+    #: The number of tensors that were compared; before a ``loss``, of values of modules.
     num_compared: int
     #: Null: on all ranks.
     rank: int | None
@@ -179,14 +179,19 @@ def _micro_batches(
                 samples = [one.data["samples"], other.data["samples"]]
                 yield place(step, part, micro_batch=number, rank=other.rank, values=samples)
     for number, one, other in pairs:
-        for event, now in zip_longest(one.events, other.events):
+        # A compiled model and a pipeline have no values of modules.
+        num_values = min(len(one.events), len(other.events)) - 1
+        events = [
+            [event for event in batch.events if num_values or event[0] == "loss"] for batch in (one, other)
+        ]
+        for event, now in zip_longest(*events):
             if event != now:
                 kind, module, _ = now or event
                 values = [one.data["loss"], other.data["loss"]] if kind == "loss" else []
                 where = {"input": "before", "output": "forward"}.get(kind, kind)
-                yield place(
-                    step, where, micro_batch=number, module=module, rank=other.rank, values=finite(values)
-                )
+                facts = {"micro_batch": number, "module": module, "rank": other.rank}
+                compared = num_values if kind == "loss" else 0
+                yield place(step, where, **facts, values=finite(values), num_compared=compared)
                 break
 
 
@@ -263,6 +268,11 @@ def _difference(where: Place) -> str:
         "part": f"the {tensor} in {name} after the step; its replay has others",
         "record": f"the numbers of {name} are not those of the replay; no checkpoint shows the tensor",
     }
+    if where["where"] == "loss" and where["micro_batch"] is not None and not where["num_compared"]:
+        return (
+            f"the loss, {one!r} and {other!r}; samples, inputs and targets are the same. Values of modules "
+            "are not compared: a run is compiled, or a pipeline"
+        )
     if where["where"] == "before" and not where["module"]:
         return "the inputs of the model after normalization and mixing; those of the data are the same"
     return texts[where["where"]]

@@ -1,12 +1,14 @@
-"""Container runtimes and an image for tests: installed by apt, the image made by mmdebstrap.
+"""Container runtimes and images for tests: installed by apt, the images made by mmdebstrap and podman.
 
 No registry of images is reachable where the tests run. The image is Debian 12 with its Python 3.11, in a
 folder that is made once (below ``HPC_TRAIN_TEST_IMAGES``, default ``/var/cache/hpc-train``, 0.2 GB). As a
-shortcut the packages of this Python are mounted into containers, not installed in the image.
+shortcut the packages of this Python are mounted into containers, not installed in the image. The image of
+``envs/``, with all packages, is built upon it by one test (``build``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -14,11 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from filelock import FileLock
 
 from tests.slurm.fixtures import leave_out
+from tests.wheels import REPOSITORY
 
 #: A file of the image alone: a process that sees it is in the container.
 MARK = "etc/hpc-train-test-image"
@@ -29,6 +33,11 @@ _SUITE, _PYTHON = "bookworm", (3, 11)
 _PACKAGES = "/usr/local/lib/python3.11/dist-packages"
 _MIRROR = os.environ.get("HPC_TRAIN_DEBIAN_MIRROR", "http://deb.debian.org/debian")
 _LIMIT_S = 1800
+#: The image of ``envs/``.
+BUILT = "localhost/hpc-train-test:latest"
+#: Wheels, layers, and podman's copy of a layer while it is written.
+_BUILD_GB = 25
+BUILD_LIMIT_S = 7200
 
 
 def install(*programs: str, packages: tuple[str, ...] = ()) -> None:
@@ -76,12 +85,17 @@ def put_podman(folder: Path) -> None:
         program.chmod(0o755)
 
 
+def _folder() -> Path:
+    folder = Path(os.environ.get("HPC_TRAIN_TEST_IMAGES", "/var/cache/hpc-train"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def image() -> Path:
     """Return the folder of the image; make it if it is not there."""
     if sys.version_info[:2] != _PYTHON:
         leave_out(f"packages of this Python {sys.version_info[:2]} are not for that of Debian 12, {_PYTHON}")
-    folder = Path(os.environ.get("HPC_TRAIN_TEST_IMAGES", "/var/cache/hpc-train")) / "image-debian-12"
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = _folder() / "image-debian-12"
     with FileLock(f"{folder}.lock"):
         if not (folder / MARK).exists():
             install("mmdebstrap")
@@ -96,12 +110,79 @@ def image() -> Path:
     return folder
 
 
-def override(runtime: str, *folders: Path) -> str:
-    """Return the override of a run in the image, which also sees this Python's packages and ``folders``."""
+def build() -> str:
+    """Return the name of the image of ``envs/`` in podman's storage, built without a package index.
+
+    Wheels are downloaded once, into a folder beside that of ``image`` (3 GB). podman reuses the layers of the
+    last build: after a change of the package alone, only hpc-train is installed again.
+    """
+    free_gb = shutil.disk_usage(_folder()).free / 1e9
+    if free_gb < _BUILD_GB:
+        leave_out(f"building the image takes {_BUILD_GB} GB of disk, of which {free_gb:.0f} are free")
+    wheels = _wheels()
+    options = ("--network=host", f"--volume={wheels}:/mnt:ro")
+    arguments = (f"--build-arg=BASE={_base()}", "--build-arg=PIP_CONFIG_FILE=/mnt/pip.conf")
+    file = REPOSITORY / "envs" / "Dockerfile"
+    previous = _podman("image", "ls", "--quiet", "--no-trunc", BUILT).split()
+    _podman("build", "--quiet", *options, *arguments, "--tag", BUILT, "--file", str(file), str(REPOSITORY))
+    if previous and previous != _podman("image", "ls", "--quiet", "--no-trunc", BUILT).split():
+        _podman("image", "rm", "--force", *previous)
+    return BUILT
+
+
+def _base() -> str:
+    """Return the name of the folder's image in podman's storage; import it if it is not there."""
+    folder = image()
+    packages = hashlib.sha256((folder / "var/lib/dpkg/status").read_bytes()).hexdigest()[:12]
+    name = f"localhost/hpc-train-test-debian:{packages}"
+    if subprocess.run(["podman", "image", "exists", name], check=False).returncode:
+        with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+            subprocess.run(["tar", "-C", folder, "-cf", archive.name, "."], check=True)
+            _podman("import", "--quiet", archive.name, name)
+    return name
+
+
+def _wheels() -> Path:
+    """Return the folder with the wheels of the image; download those that are not there."""
+    constraints = (REPOSITORY / "envs" / "constraints-cuda.txt").read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = "\n".join([constraints, *project["dependencies"]])
+    folder = _folder() / "wheels"
+    downloaded = folder / "downloaded"
+    with FileLock(f"{folder}.lock"):
+        if not downloaded.exists() or downloaded.read_text() != wanted:
+            command = ["bash", REPOSITORY / "envs" / "install.sh", "wheels", folder, sys.executable]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_LIMIT_S)
+            if done.returncode:
+                leave_out(f"pip could not download the wheels: {done.stderr[-300:]}")
+            downloaded.write_text(wanted)
+    return folder
+
+
+def _podman(*words: str) -> str:
+    done = subprocess.run(
+        ["podman", *words], capture_output=True, text=True, check=False, timeout=BUILD_LIMIT_S
+    )
+    assert done.returncode == 0, f"podman {' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def packages() -> str:
+    """Return the mount of this Python's packages."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    packages = f"{Path(spec.origin).parents[1]}:{_PACKAGES}:ro"
-    container = {"image": str(image()), "runtime": runtime, "mounts": [packages, *map(str, folders)]}
+    return f"{Path(spec.origin).parents[1]}:{_PACKAGES}:ro"
+
+
+def override(runtime: str, *folders: Path, built: str = "") -> str:
+    """Return the override of a run in the image, which also sees this Python's packages and ``folders``.
+
+    ``built``: the name of another image, which has packages.
+    """
+    mounts = [str(folder) for folder in folders]
+    if not built:
+        mounts = [packages(), *mounts]
+    container = {"image": built or str(image()), "runtime": runtime, "mounts": mounts}
     return f"environment.container={json.dumps(container)}"
 
 

@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from hpc_train.paths import RunPaths
 from tests.end_to_end.holding import Hold
-from tests.end_to_end.runs import assert_equal_to_the_bit, installed, only_run, wait_for
+from tests.end_to_end.runs import assert_equal_to_the_bit, installed, only_run, status, wait_for
 from tests.quiet import QuietRuns
 from tests.slurm import containers
 from tests.slurm.cluster import Cluster, running
@@ -30,14 +30,21 @@ from tests.slurm.experiments import (
     ranks_of,
     records,
     see_it_preempted,
+    standby_files,
     submit,
     submit_one,
+    wait_for_attempt,
+    wait_for_attempt_end,
+    wait_for_completion,
     wait_for_state,
+    wait_for_step,
 )
 from tests.slurm.fixtures import leave_out
 from tests.slurm.host import why_not
 from tests.slurm.runs import wait_for_state as wait_for_job
+from tests.slurm.test_shared_jobs import SHARED, by_seed, reference
 from tests.slurm.test_spare_nodes import wait_until_held
+from tests.slurm.test_standby import STANDBY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
 
@@ -72,6 +79,12 @@ def cluster(_cluster_with_pyxis: Cluster, monkeypatch: pytest.MonkeyPatch) -> It
     with FileLock(Path(tempfile.gettempdir()) / "hpc-train-test-containers.lock"):
         yield _cluster_with_pyxis
         _cluster_with_pyxis.clear()
+
+
+@pytest.fixture(scope="module")
+def built(_cluster_with_pyxis: Cluster) -> str:
+    """The image of ``envs/``, built by the podman that is in PATH next to the cluster."""
+    return containers.build()
 
 
 def podman_containers() -> list[str]:
@@ -122,6 +135,55 @@ def test_ranks_in_a_container_restart_in_place_and_resume_after_a_preemption(
     wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
 
 
+def test_containers_on_standby_and_on_a_spare_node(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    """A killed rank is followed by ranks on standby, a lost node by ranks on the spare one."""
+    with Hold(tmp_path, 12) as hold:
+        container = containers.override("podman", tmp_path, installed())
+        paths = submit_one(
+            tmp_path, container, "slurm.spare_nodes=1", *STANDBY, hold.override, text=TWO_RANKS
+        )
+        wait_until_held(hold, paths)
+        wait_for(lambda: len(standby_files(paths)) == 2, f"ranks on standby\n{account(paths)}", LIMIT_S)
+        waiting = ranks_inside(paths, 2)
+        hold.at(14, since_attempt=2)
+        (process,) = ranks_inside(paths, 1, rank=1)
+        os.kill(process, signal.SIGKILL)
+        wait_until_held(hold, paths)
+        assert sorted(ranks_inside(paths, 2)) == sorted(waiting), account(paths)
+        assert_inside(paths, 2)
+        hold.at(16, since_attempt=3)
+        cluster.kill_node("n2", with_jobs=True)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 3)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_attempt_end(paths, 3)
+    assert [(record.in_place, record.hosts) for record in records(paths)] == [
+        (False, ["n1", "n2"]), (True, ["n1", "n2"]), (True, ["n1", "n3"]),
+    ], account(paths)  # fmt: skip
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+    wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
+
+
+def test_runs_in_containers_share_a_job(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    with Hold(tmp_path, 2) as hold:
+        container = containers.override("podman", tmp_path, installed())
+        submit(tmp_path, container, "sweep.grid={seed: [1, 2]}", hold.override, text=SHARED)
+        first, second = by_seed(tmp_path)
+        for run in (first, second):
+            wait_for_step(run, 2)
+        (process,) = ranks_inside(first, 1)
+        os.kill(process, signal.SIGKILL)
+        wait_for_attempt(first, 2)
+    wait_for_completion(first, second)
+    for seed, run in enumerate((first, second), start=1):
+        assert_equal_to_the_bit(reference(quiet_runs, seed), run)
+    assert job_of(first) == job_of(second)
+    assert [record.in_place for record in records(first)] == [False, True], account(first)
+    assert len(records(second)) == 1, account(second)
+
+
 def test_ranks_in_pyxis_resume_after_a_preemption(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
@@ -133,6 +195,49 @@ def test_ranks_in_pyxis_resume_after_a_preemption(
         see_it_preempted(cluster, paths)
     assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
     assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
+def test_the_image_of_envs_trains_and_resumes_after_a_preemption(
+    cluster: Cluster, built: str, tmp_path: Path
+) -> None:
+    container = containers.override("podman", tmp_path, installed(), built=built)
+    undisturbed = submit_one(tmp_path / "undisturbed", container, text=TWO_RANKS)
+    assert wait_for_state(undisturbed, "completed", "failed") == "completed", account(undisturbed)
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, container, hold.override, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 1)
+        for process in ranks_inside(paths, 1):
+            libraries = Path(f"/proc/{process}/maps").read_text()
+            assert "/opt/hpc-train/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so" in libraries
+        see_it_preempted(cluster, paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert len(records(paths)) == 2, account(paths)
+    assert_equal_to_the_bit(undisturbed, paths)
+    wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * containers.BUILD_LIMIT_S)
+def test_the_image_of_envs_trains_without_a_job_and_compiles(
+    cluster: Cluster, built: str, tmp_path: Path
+) -> None:
+    """Its entrypoint with ``examples/digits.yaml``; its compiler and Python's headers."""
+    # podman's own limits are above those of many machines.
+    limits = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
+    places = (f"--volume={tmp_path}:/work", "--workdir=/work", "--network=host", "--cgroups=disabled")
+    example = "/usr/src/hpc-train/examples/digits.yaml"
+    code = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(8)).sum().item())"
+    for command, printed in [
+        ((built, "submit", example, "--local", "device=cpu", "optimization.epochs=2"), ""),
+        (("--entrypoint=python3", built, "-c", code), "8.0"),
+    ]:
+        words = ["podman", "run", "--rm", *limits, *places, *command]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
+        assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
+    assert status(only_run(tmp_path))["state"] == "completed"
 
 
 def test_a_killed_step_leaves_no_container(cluster: Cluster, tmp_path: Path) -> None:

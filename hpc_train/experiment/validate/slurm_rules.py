@@ -59,16 +59,9 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("slurm", "nodes"), message, f"write {high}-{low}")
 
 
-@rule(
-    "slurm.spare-nodes",
-    "slurm.spare_nodes",
-    "slurm.nodes",
-    "slurm.runs_per_job",
-    "environment.container",
-    "recovery.restart",
-)
+@rule("slurm.spare-nodes", "slurm.spare_nodes slurm.nodes slurm.runs_per_job recovery.restart")
 def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
-    """``spare_nodes`` needs a number of nodes, a restart in place, a job for each run, and no container."""
+    """``spare_nodes`` needs a number of nodes, a restart in place, and a job for each run."""
     slurm = experiment.slurm
     if slurm is None or not slurm.spare_nodes:
         return
@@ -79,9 +72,6 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
     if slurm.runs_per_job > 1:
         message = f"{slurm.runs_per_job} runs share the job, and all of them need its one node"
         yield Problem(key, message, "take slurm.spare_nodes or slurm.runs_per_job out")
-    if experiment.environment.container is not None:
-        message = "has not been tested with environment.container and is not supported with it"
-        yield Problem(key, message, "take one of them out")
     if experiment.recovery.restart == "requeue":
         message = "recovery.restart: requeue gives all nodes back after each failure, spare ones included"
         yield Problem(key, message, "write recovery.restart: auto, or take it out")
@@ -89,11 +79,7 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
 
 @rule(
     "slurm.too-many-ranks",
-    "slurm.nodes",
-    "slurm.gpus_per_node",
-    "slurm.ranks_per_node",
-    "parallel",
-    "optimization.global_batch_size",
+    "slurm.nodes slurm.gpus_per_node slurm.ranks_per_node parallel optimization.global_batch_size "
     "optimization.micro_batch_size",
 )
 def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
@@ -124,19 +110,14 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
 def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     """The product of the degrees must divide the number of ranks."""
     slurm, parallel = experiment.slurm, experiment.parallel
-    degrees = (parallel.shard, parallel.replicate, parallel.tensor, parallel.pipeline)
-    product = prod(degree or 1 for degree in degrees)
+    keys = ("shard", "replicate", "tensor", "pipeline")
+    product = prod(getattr(parallel, key) or 1 for key in keys)
     if slurm is None or (min_nodes(slurm) * ranks_on_each_node(slurm)) % product == 0:
         return
     ranks = min_nodes(slurm) * ranks_on_each_node(slurm)
-    key = next(
-        key for key in ("shard", "replicate", "tensor", "pipeline") if (getattr(parallel, key) or 1) > 1
-    )
-    yield Problem(
-        ("parallel", key),
-        f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks",
-        f"write degrees whose product divides {ranks}",
-    )
+    key = next(key for key in keys if (getattr(parallel, key) or 1) > 1)
+    message = f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks"
+    yield Problem(("parallel", key), message, f"write degrees whose product divides {ranks}")
 
 
 @rule("slurm.gpu-type", "slurm.gpu_type", "slurm.gpus_per_node")
@@ -187,26 +168,29 @@ def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Proble
         yield Problem(("slurm", "signal_lead_s"), message, f"write less than {limit_s}")
 
 
-@rule("slurm.shared-job", "slurm.runs_per_job", "slurm.nodes", "environment.container", "sweep.search")
+@rule("slurm.shared-job", "slurm.runs_per_job", "slurm.nodes", "sweep.search")
 def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
-    """Runs that share a job have one node, no container and no search, whose trials start at other times."""
+    """Runs that share a job have one node and no search, whose trials start at other times."""
     slurm = experiment.slurm
     if slurm is None or slurm.runs_per_job == 1:
         return
     path, remedy = ("slurm", "runs_per_job"), "take runs_per_job out, or write slurm.nodes: 1"
     if max_nodes(slurm) > 1:
         yield Problem(path, f"runs that share a job have one node each, not {slurm.nodes}", remedy)
-    if experiment.environment.container is not None:
-        message = "runs in a container can't share a job (environment.container)"
-        yield Problem(path, message, "take one of the two out")
     if experiment.sweep.search is not None:
         message = "trials of a search start one after the other, so they can't share a job (sweep.search)"
         yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
 
 
-@rule("slurm.runs-per-gpu", "slurm.runs_per_gpu", "slurm.runs_per_job", "slurm.gpus_per_node")
+@rule(
+    "slurm.runs-per-gpu",
+    "slurm.runs_per_gpu",
+    "slurm.runs_per_job",
+    "slurm.gpus_per_node",
+    "environment.container",
+)
 def runs_can_share_a_gpu(job: Job) -> Iterator[Problem]:
-    """Runs that share a GPU share a job, and use one GPU each."""
+    """Runs that share a GPU share a job, use one GPU each, and run outside of containers."""
     slurm = job.slurm
     if slurm is None or slurm.runs_per_gpu == 1:
         return
@@ -219,6 +203,9 @@ def runs_can_share_a_gpu(job: Job) -> Iterator[Problem]:
     if slurm.gpus_per_node != 1:
         message = f"a run shares one GPU, but slurm.gpus_per_node is {slurm.gpus_per_node}"
         yield Problem(path, message, "write slurm.gpus_per_node: 1, or take runs_per_gpu out")
+    if job.environment.container is not None:
+        message = "runs in a container can't share a GPU, since they do not see the folder of MPS on the node"
+        yield Problem(path, message, "take runs_per_gpu or environment.container out")
 
 
 @rule("slurm.shared-gpu-use", "slurm.runs_per_gpu", "device", "optimization.micro_batch_size")
@@ -234,11 +221,9 @@ def training_can_share_a_gpu(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("optimization", "micro_batch_size"), message, remedy)
 
 
-@rule(
-    "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
-)
+@rule("recovery.standby", "recovery.standby recovery.restart slurm.runs_per_job")
 def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
-    """``standby`` needs ranks of our trainer, a restart in place, a job for each run, and no container."""
+    """``standby`` needs ranks of our trainer, a restart in place, and a job for each run."""
     if not experiment.recovery.standby:
         return
     key, remedy = ("recovery", "standby"), "take one of them out"
@@ -249,24 +234,12 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
         yield Problem(key, message, "write recovery.restart: auto, or take it out")
     if experiment.slurm is not None and experiment.slurm.runs_per_job > 1:
         yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
-    if experiment.environment.container is not None:
-        message = "has not been tested with environment.container and is not supported with it"
-        yield Problem(key, message, remedy)
 
 
 @rule(
     "evaluation.as-job",
-    "evaluation",
-    "parallel",
-    "checkpoint.best",
-    "early_stopping",
-    "sweep.search",
-    "optimization.on_non_finite",
-    "optimization.on_spike",
-    "recovery.verify_every_steps",
-    "logging",
-    "slurm.runs_per_job",
-    "environment.container",
+    "evaluation parallel checkpoint.best early_stopping sweep.search optimization.on_non_finite "
+    "optimization.on_spike recovery.verify_every_steps logging slurm.runs_per_job environment.container",
 )
 def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
     """``as_job`` evaluates on one rank, and nothing in training may wait for the result."""

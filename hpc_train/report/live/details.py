@@ -24,6 +24,7 @@ from hpc_train.report import metrics_reader
 from hpc_train.report.live.live_runs import LiveRun, RunsReader, mean, rate_words, stamp
 from hpc_train.report.metrics_reader import Metric, MetricsReader, Row, in_words, metric_value, number
 from hpc_train.report.run_files import RunFiles, attempt_span, node_words, short_duration
+from hpc_train.run import spikes
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -125,6 +126,7 @@ class DetailsReader:
         self._stamp: tuple[int, int, int] | None = None
         self._curves_size = 0
         self._decisive: Metric | None = None
+        self._spikes: tuple[tuple[int, int, int] | None, str] = (None, "")
 
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
         """Return the current details; ``is_full``: with all attempts."""
@@ -142,6 +144,7 @@ class DetailsReader:
             ("speed", _speed(run)),
             ("evaluation", _row_words(run.evaluation)),
             ("best", self._best_words()),
+            ("spikes", self._spike_words()),
             *_labelled("attempts", _attempts(files, run, MANY if is_full else FEW)),
             *([("folder", str(self.paths.folder))] if is_full else []),
         ]
@@ -166,6 +169,12 @@ class DetailsReader:
         rows = [*self._evaluations, *(row for row in sampled if row.get("split") == "train")]
         metrics = filter(None, (Metric("train", "loss"), self._metric()))
         self._curves = {str(metric): _points(rows, metric) for metric in metrics}
+
+    def _spike_words(self) -> str:
+        seen = stamp(self.paths.spikes)
+        if seen != self._spikes[0]:
+            self._spikes = (seen, spikes.in_words(self.paths) or "")
+        return self._spikes[1]
 
     def _metric(self) -> Metric | None:
         newest = self._evaluations[-1] if self._evaluations else {}
