@@ -140,10 +140,7 @@ STATE_STYLES = {
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], titles: Mapping[int, str] | None = None
 ) -> None:
-    """Print the rows below their heads; columns that are empty in all rows are dropped.
-
-    ``titles``: number of a row, from 0 → a line above it.
-    """
+    """Print rows below heads, without empty columns. ``titles``: number of a row → a line above it."""
     above = {place + 1: one_line(title) for place, title in (titles or {}).items()}
     used = [place for place, _ in enumerate(heads) if any(row[place] for row in rows)]
     cells = [[row[place] for place in used] for row in (heads, *rows)]

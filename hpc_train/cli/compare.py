@@ -138,10 +138,7 @@ class GroupComparison(TypedDict):
 
 
 def compare(options: CompareOptions) -> ExitCode:
-    """Print the runs, or their means, the best first.
-
-    Raises UsageError for a metric that none of them has, and a key in which they do not differ.
-    """
+    """Print the runs, or their means, the best first. UsageError for a metric or key that they lack."""
     for one, *others in _EXCLUSIVE:
         if _has(options, one) and (other := next((name for name in others if _has(options, name)), None)):
             raise UsageError(f"{one} and {other} exclude each other; use one of them")

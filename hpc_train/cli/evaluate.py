@@ -34,15 +34,11 @@ from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import PROGRAMS, RunPaths, expanded, from_here
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.report.metrics_reader import in_words
-from hpc_train.run import evaluation_jobs, frozen_experiment
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import attempts, checkpoints, create, evaluation_jobs, found_micro_batch, frozen_experiment
 from hpc_train.run.bad_samples import BadSample, all_known
-from hpc_train.run.checkpoints import find_step, selection_words
 from hpc_train.run.code.snapshot import link, linked
-from hpc_train.run.create import noted_changes
 from hpc_train.run.files import read_json, replacing, write_json
 from hpc_train.run.find import refuse_target, run_name
-from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows, finite
 from hpc_train.run.run_status import read_status, run_facts
 from hpc_train.run.trust import check_run
@@ -109,8 +105,8 @@ def run_ranks(
     experiment = newest_experiment(paths, overrides)
     check(experiment)
     snapshot = None if is_new(options.code) else linked(paths)
-    step = find_step(paths, best=wants_best, step=options.step)
-    if words := selection_words(paths, step):
+    step = checkpoints.find_step(paths, best=wants_best, step=options.step)
+    if words := checkpoints.selection_words(paths, step):
         say(f"{run_name(paths)}: {words}")
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
     run_of_ranks = ranks_folder(command, paths, experiment, snapshot)
@@ -134,11 +130,11 @@ def one_run(command: str, names: Sequence[str]) -> RunPaths:
 
 def newest_experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     """Return the newest attempt's experiment with the overrides and the size that ``auto`` found."""
-    changes = [*noted_changes(paths, newest_number(paths)), *overrides]
+    changes = [*create.noted_changes(paths, attempts.newest_number(paths)), *overrides]
     experiment = as_training(frozen_experiment.load_changed(paths, changes).experiment)
     if experiment.optimization.micro_batch_size != "auto":
         return experiment
-    size = kept_size(paths)
+    size = found_micro_batch.kept_size(paths)
     if size is None:
         raise UsageError(
             "optimization.micro_batch_size: auto, and the run has not found a size yet; evaluate it once it "
@@ -158,10 +154,7 @@ def ranks_folder(command: str, paths: RunPaths, experiment: Job, snapshot: Path 
 
 
 def write_row(run: str, file: str) -> ExitCode:
-    """Evaluate the best checkpoint of a run, else its newest; append the row to ``file``.
-
-    Called by a stage of a file, in its working folder.
-    """
+    """Append the row of the best checkpoint, else the newest, to ``file``. Called by a stage."""
     code, run_of_ranks = run_ranks("evaluate", EvaluateOptions(runs_and_overrides=[run]), {})
     if code == ExitCode.DONE:
         (row,) = evaluation_rows(run_of_ranks.metrics)
@@ -236,7 +229,7 @@ def predict(options: PredictOptions) -> ExitCode:
         count = write_rows(file, partial(_merged_rows, run_of_ranks.prediction_files()), output.suffix)
     evaluated = read_json(run_of_ranks.evaluated_checkpoint) or {}
     skipped = sorted(all_known(run_of_ranks).values(), key=lambda sample: sample.index)
-    notices = read_json(run_of_ranks.attempt(newest_number(run_of_ranks)).notices) or {}
+    notices = read_json(run_of_ranks.attempt(attempts.newest_number(run_of_ranks)).notices) or {}
     shutil.rmtree(run_of_ranks.folder.parent)
     say(*(f"predict: {line}" for line in notices.get("lines", [])))
     say_skipped(skipped)
@@ -353,10 +346,7 @@ class Export(TypedDict):
 
 
 def export(options: ExportOptions) -> int:
-    """Write the weights, or the model as a program, of a checkpoint of one run.
-
-    A child process, which imports torch, does the work.
-    """
+    """Write a checkpoint's weights or program; a child process, which imports torch, does the work."""
     output, best = options.output, options.wants_best
     if output.suffix not in ("", ".safetensors", *PROGRAMS):
         say(f"-o {output}: written as safetensors")

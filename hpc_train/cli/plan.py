@@ -177,10 +177,7 @@ def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCo
 
 
 def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPlan:
-    """Plan the runs of the file, query the queue, and predict cost and memory.
-
-    ``loaded``: one of the file's stages; None: the file has none.
-    """
+    """Plan the runs of the file, or of one of its stages; query the queue, predict cost and memory."""
     loaded = loaded or load(options.file, options.overrides)
     choice = LauncherChoice.of(options, starts=False)
     launcher, devices = choice.launcher, options.devices
@@ -216,10 +213,7 @@ def show(
     scripts: Sequence[str] = (),
     more_columns: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> None:
-    """Print the plan, and the batch scripts of its runs, to stdout.
-
-    ``more_columns``: further heads and cells of the table.
-    """
+    """Print the plan and its batch scripts. ``more_columns``: further heads and cells of the table."""
     if as_json:
         put_json(plan.to_json() | {"runs": _json_of_runs(plan.runs, None), "scripts": list(scripts)})
         return

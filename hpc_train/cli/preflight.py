@@ -26,10 +26,8 @@ from hpc_train.experiment.validate.container_rules import missing_paths
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.rules import unused_without_queue
 from hpc_train.experiment.workload import workload_of
-from hpc_train.launchers import base
+from hpc_train.launchers import base, following, lookup
 from hpc_train.launchers.base import JobForecast, Launcher, StartRequest, UsesNodes
-from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import ALLOCATION, DEFAULT, load_launcher
 from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.run import weight_source
@@ -56,9 +54,9 @@ class LauncherChoice:
         is_local = options.local or (options.devices is not None and options.launcher is None)
         if is_local and starts and not options.local:
             raise UsageError("--devices: is for this machine; add --local")
-        name = here or options.launcher or (LOCAL if is_local else DEFAULT)
-        on_this_machine = options.local or name == LOCAL or options.devices is not None
-        launcher = load_launcher(name)
+        name = here or options.launcher or (following.LOCAL if is_local else lookup.DEFAULT)
+        on_this_machine = options.local or name == following.LOCAL or options.devices is not None
+        launcher = lookup.load_launcher(name)
         if launcher.is_queue and on_this_machine:
             option = "--local" if options.local else "--devices"
             raise UsageError(f"{option}: is for this machine, launcher {name} is not; omit one of them")
@@ -83,7 +81,7 @@ def allocation_of(options: LauncherOptions) -> str:
     for option, value in others.items():
         if value not in (False, None):
             raise UsageError(f"--here and {option} exclude each other; use one of them")
-    return ALLOCATION
+    return lookup.ALLOCATION
 
 
 def use_nodes(launcher: Launcher, count: int | None, command: str) -> None:
@@ -112,10 +110,7 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
 
 
 def submittable(choice: LauncherChoice, loaded: Loaded) -> Plan:
-    """Return the plan of a file that ``submit`` would accept, whatever the queue says.
-
-    Raises BadFileError with all problems.
-    """
+    """Return the plan of a file that ``submit`` accepts, whatever the queue says. Raises BadFileError."""
     plan = with_found_sizes(choice.plan(loaded, None))
     checks = Preflight(choice.launcher, on_this_machine=choice.on_this_machine, needs_launcher=False)
     if problems := checks.of_plan(loaded, plan).problems:
@@ -308,10 +303,7 @@ class QueueForecast:
 
 
 def never_starting(launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[str]:
-    """Return the lines on runs that the queue would refuse, or never start; none if it does not answer.
-
-    The submission has its own time limit. ``name``: the experiment's.
-    """
+    """Return lines on runs that the queue would refuse or never start; none if it does not answer."""
     try:
         return _refused(loaded, _forecast(launcher, loaded, name, runs))
     except NoSchedulerError:

@@ -24,8 +24,7 @@ from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
 from hpc_train.rank.env import count_gpus
-from hpc_train.report import replayed_steps
-from hpc_train.report.parted_steps import step_digest
+from hpc_train.report import parted_steps, replayed_steps
 from hpc_train.report.replayed_steps import NonFinite, Range, Replayed, ReplayedStep, StepNumbers
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
@@ -307,7 +306,7 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequ
     steps = []
     for of_ranks in zip(*lines, strict=True):
         head = of_ranks[0]
-        computed, recorded = step_digest(head), step_digest(head, "recorded")
+        computed, recorded = parted_steps.step_digest(head), parted_steps.step_digest(head, "recorded")
         compared: list[str] = []
         differs = None
         if computed is not None and recorded is not None:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_train.cli import changes, starting
+from hpc_train.cli import changes, run_row, starting
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.command_options import ResumeOptions
 from hpc_train.cli.extending import extending, longer_command
 from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, refuse_never_starting, use_nodes
-from hpc_train.cli.run_row import rows_of
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.keys import node_at
@@ -25,16 +24,12 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
 from hpc_train.registry import is_factory
-from hpc_train.run import create, stage_order
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import attempts, create, found_micro_batch, frozen_experiment, stage_order, trust
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
-from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED, GOING_ON, RunStatus, extended_run, extensions, read_status
-from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
 
 _STRICT = "environment.strict=true"
@@ -120,7 +115,7 @@ def resume(options: ResumeOptions) -> ExitCode:
     runs = find_runs(names)
     with extending(runs, overrides) as (runs, overrides):
         codes, _ = resume_runs(runs, overrides, options)
-    starting.report(rows_of(runs), as_json=options.as_json)
+    starting.report(run_row.rows_of(runs), as_json=options.as_json)
     return max(codes)
 
 
@@ -173,7 +168,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
     for paths in runs:
         name = request.launcher or next_launcher(paths)
         if request.launcher is None and is_factory(name):
-            check_run(paths)  # the files of other users must not select the code that is imported here
+            trust.check_run(paths)  # the files of other users must not select the code that is imported here
         if load_launcher(name).is_queue:
             queued.setdefault((name, paths.siblings), []).append(paths)
         else:
@@ -190,7 +185,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
     launcher, codes = load_launcher(name), list[ExitCode]()
     use_nodes(launcher, request.nodes, f"resume {run_name(runs[0])}")
     with launcher.submitting(runs[0].siblings):
-        newest, ready = {paths: newest_number(paths) for paths in runs}, []
+        newest, ready = {paths: attempts.newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
             is_made_only = launcher.is_unsubmitted(paths)
             code = _stays(paths, status, request, is_made_only=is_made_only)
@@ -356,7 +351,7 @@ def _take_over(paths: RunPaths) -> str:
 def _prepare(
     paths: RunPaths, request: _Request, name: str, launcher: Launcher, checks: Preflight
 ) -> _Resumption:
-    check_run(paths)
+    trust.check_run(paths)
     before, loaded = _changed(paths, request.overrides)
     job = loaded.experiment
     devices = launcher.choose_devices(job, _devices(paths, request, name))
@@ -366,7 +361,7 @@ def _prepare(
         problem = spent_budget(job, records(paths)) if is_limited else None
         return [] if problem is None else [loaded.source.render(problem)]
 
-    run = Candidate(job, launcher.ranks(job, devices), kept_size(paths))
+    run = Candidate(job, launcher.ranks(job, devices), found_micro_batch.kept_size(paths))
     if problems := checks.of_resumed(loaded, run, budget=spent):
         raise BadFileError(problems)
     if DATA in create.inputs_differ(paths, job) and committed(paths):
@@ -407,11 +402,11 @@ def _refuse_versions(paths: RunPaths, differences: Differences, request: _Reques
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
     """Return the current and the changed experiment. Raises UsageError if the latter is another run."""
-    earlier = create.noted_changes(paths, newest_number(paths) + 1)
-    before = load_changed(paths, earlier)
+    earlier = create.noted_changes(paths, attempts.newest_number(paths) + 1)
+    before = frozen_experiment.load_changed(paths, earlier)
     if not overrides:
         return before, before
-    after = load_changed(paths, [*earlier, *overrides], check_names=True)
+    after = frozen_experiment.load_changed(paths, [*earlier, *overrides], check_names=True)
     if refused := changes.other_run_keys(before.experiment, after.experiment):
         head = f"{', '.join(refused)}: would make {run_name(paths)} another run; start one of its own"
         raise UsageError(starting.other_run(paths, head, overrides))

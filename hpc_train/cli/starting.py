@@ -23,7 +23,7 @@ from hpc_train.launchers.lookup import DEFAULT, statuses
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
-from hpc_train.run import frozen_experiment, stage_order
+from hpc_train.run import frozen_experiment, liveness, stage_order
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import BestSoFar, goal_of
 from hpc_train.run.checkpoints import committed, is_left_over
@@ -31,7 +31,6 @@ from hpc_train.run.code.snapshot import folder_in_tree, linked
 from hpc_train.run.create import effective_experiment, origin_of, refused_changes
 from hpc_train.run.files import read_json, read_text, tail_text
 from hpc_train.run.find import run_name, run_names
-from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import CANCELLED, GOING_ON, INTERRUPTED, RunStatus, read_status, run_facts
 
 #: A traceback frame in one of the user's files: in the snapshot, or a program's copy of it.
@@ -98,7 +97,7 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
         say(f"{name}: {'queued' if row.state == 'pending' else row.state}")
         _say_details(("run folder", from_here(paths.folder)), ("status", f"`hpc-train status {name}`"))
         return
-    record = newest_record(paths)
+    record = liveness.newest_record(paths)
     has_said_why = record is not None and record.launcher == LOCAL
     reason = f" ({row.reason})" if row.reason and not has_said_why else ""
     say(f"{name}: {row.state}{reason} at step {row.progress}")
@@ -178,7 +177,7 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     continues = f"`{resume}` {_continues(paths)}"
     if status.state != "failed":
         return [continues]
-    record = newest_record(paths)
+    record = liveness.newest_record(paths)
     if record is not None and record.cause == "diverged":
         return _after_divergence(paths)
     if refused := refused_changes(paths):
@@ -217,10 +216,7 @@ def _all_damaged(paths: RunPaths) -> bool:
 
 
 def own_code_place(paths: RunPaths) -> str | None:
-    """Return ``file:line`` of the innermost frame in the user's own files; None without one.
-
-    The file is relative to the folder of ``submit``, if it is below it.
-    """
+    """Return ``file:line`` of the innermost frame in the user's files, from the folder of ``submit``."""
     attempt = paths.attempt(newest_number(paths))
     pattern = re.compile(_OWN_FRAME.format(run=re.escape(paths.folder.name)), re.MULTILINE)
     for error in attempt.files_of_ranks(".error").values():
@@ -268,7 +264,7 @@ def _launcher_options(paths: RunPaths) -> list[str]:
     launcher = str((read_json(paths.run) or {}).get("launcher") or LOCAL)
     if launcher == DEFAULT:
         return []
-    record: AttemptRecord | None = newest_record(paths)
+    record: AttemptRecord | None = liveness.newest_record(paths)
     devices = [] if record is None or record.devices is None else ["--devices", str(record.devices)]
     return ["--local", *devices] if launcher == LOCAL else ["--launcher", launcher]
 

@@ -8,17 +8,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_train.cli import starting
+from hpc_train.cli import extending, plan_cost, run_row, starting
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
-from hpc_train.cli.extending import longer_command, shorter_run
 from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
 from hpc_train.cli.plan import say_layouts, show
-from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, never_starting, say_before, to_submit
 from hpc_train.cli.resume import start_again
-from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.search import GivenUp, finish_submissions, next_trials
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
@@ -42,7 +39,7 @@ def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> 
     """Start the runs of the file and print their status; return ``submit_runs``'s exit code."""
     code, runs = submit_runs(options, given_up)
     if not options.dry_run:
-        starting.report(rows_of(runs), as_json=options.as_json)
+        starting.report(run_row.rows_of(runs), as_json=options.as_json)
     return code
 
 
@@ -92,7 +89,7 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
     return Preflight(launcher, on_this_machine=choice.on_this_machine).of_plan(
         loaded,
         plan,
-        budget=lambda: over_budget_lines(loaded, plan, choice.name),
+        budget=lambda: plan_cost.over_budget_lines(loaded, plan, choice.name),
         queue=lambda: never_starting(
             launcher, loaded, plan.name, plan.runs if options.new else to_submit(plan)
         ),
@@ -362,7 +359,7 @@ class _Submission:
 
 def _say_shorter(paths: RunPaths, run: PlannedRun) -> None:
     """Print how to continue a completed run that is only shorter than this new one."""
-    if (shorter := shorter_run(paths, run.experiment)) is not None:
+    if (shorter := extending.shorter_run(paths, run.experiment)) is not None:
         other, length = shorter
         command = shlex.join(["hpc-train", "resume", run_name(other), length])
         say(
@@ -392,7 +389,7 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued:
         )
         return ExitCode.FAILED
     if status.state == "completed":
-        longer = f", `{command}` longer" if (command := longer_command(paths)) else ""
+        longer = f", `{command}` longer" if (command := extending.longer_command(paths)) else ""
         say(
             f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again{longer})"
         )

@@ -25,10 +25,9 @@ from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, counted
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import Job, MlflowConfig, WandbConfig
-from hpc_train.loggers import process_logger
+from hpc_train.loggers import process_logger, sending
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import mlflow_environment, mlflow_settings, wandb_environment
-from hpc_train.loggers.sending import SYNC_LIMIT_S
 from hpc_train.loggers.tracker_environment import Tracker, base_url, has_key, in_a_line
 from hpc_train.package_path import answer_in
 from hpc_train.paths import RunPaths
@@ -253,10 +252,10 @@ def _answer(messages: list[dict[str, Any]], environment: Mapping[str, str]) -> d
         try:
             # Left open: the process treats the end of its input as the end of this one.
             process.stdin.write("".join(json.dumps(message) + "\n" for message in messages).encode())
-            process.wait(SYNC_LIMIT_S)
+            process.wait(sending.SYNC_LIMIT_S)
             return answer_in(process.stdout.read()) or _NO_ANSWER
         except subprocess.TimeoutExpired:
-            return {"error": f"not all rows could be sent within {SYNC_LIMIT_S // 60} minutes"}
+            return {"error": f"not all rows could be sent within {sending.SYNC_LIMIT_S // 60} minutes"}
         except OSError:
             return _NO_ANSWER
         finally:

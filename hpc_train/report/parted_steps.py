@@ -116,10 +116,7 @@ def tensor_places(
     key: str = "tensors",
     order: Callable[[Sequence[str]], Any] = iter,
 ) -> Iterator[Place]:
-    """Yield the place of the tensors that differ, if there are any and both have digests of them.
-
-    ``order``: of the tensors' names, which are in the order of the model.
-    """
+    """Yield the place of tensors that differ, if both have digests; ``order``: of the tensors' names."""
     pairs = [(one.get(key), other.get(key)) for one, other in zip(ones, others, strict=False)]
     compared: dict[str, list[int]] = {}
     for rank, (one, other) in enumerate(pairs):

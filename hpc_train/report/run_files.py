@@ -44,10 +44,7 @@ class RunFiles:
 
     @cached_property
     def experiment(self) -> Job | None:
-        """The experiment of the newest attempt or, before the first, the planned one.
-
-        None for a damaged file, which other commands report.
-        """
+        """The newest attempt's experiment, else the planned one; None for a damaged file."""
         from hpc_train.run import frozen_experiment  # the schema: 0.2 s, which few runs need
         from hpc_train.run.create import effective_experiment
 
@@ -84,10 +81,7 @@ class RunFiles:
 
 
 def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | None:
-    """Return the ranks of the newest attempt or, before the first, the planned ranks; None if unknown.
-
-    ``facts``: the content of ``run.json``.
-    """
+    """Return the newest attempt's ranks, else the planned ones (``facts``: run.json); None if unknown."""
     if record is not None and record.ranks is not None:
         return record.ranks
     planned = facts.get("ranks")
@@ -130,10 +124,7 @@ def _from_experiment(run: RunFiles, ranks: int) -> StepLayout | None:
 
 
 def elapsed_s(run: RunFiles, now: RunStatus) -> float | None:
-    """Return the seconds of all attempts together, without the time in queues; None before the first.
-
-    An attempt that ended without a record lasted until the last line of rank 0's log.
-    """
+    """Return the seconds of all attempts together, without the queue; None before the first."""
     if not run.recorded:
         return None
     return sum((end - start for _, (start, end) in attempt_spans(run, now)), start=0.0)
@@ -203,10 +194,7 @@ def short_duration(seconds: float | None) -> str:
 
 
 def first_step_words(parts: Mapping[str, float]) -> str:
-    """Return ``data 0.4 s, compile 35.1 s (3 graphs, 0 from the cache), first run 1.2 s``.
-
-    ``parts``: ``AttemptRecord.first_step``; empty without.
-    """
+    """Return ``data 0.4 s, compile 35.1 s (3 graphs, 0 from the cache), first run 1.2 s``, or nothing."""
     data_s, compile_s, run_s = (parts.get(key) for key in ("data_s", "compile_s", "run_s"))
     if data_s is None or compile_s is None or run_s is None:
         return ""

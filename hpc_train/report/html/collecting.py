@@ -316,10 +316,7 @@ def _attempts(run: RunFiles, status: RunStatus) -> Iterator[Attempt]:
 
 
 def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] = ()) -> dict[Metric, Curve]:
-    """Return the curve of each metric in the rows, at most ``max_points`` each.
-
-    ``omitted``: beginnings of the names of metrics that are not needed.
-    """
+    """Return at most ``max_points`` of each metric, except names that begin with one of ``omitted``."""
     # By split, then by name: hashing a ``Metric`` per value would take most of the time.
     by_split: dict[str, dict[str, Curve]] = {}
     for row in rows:
@@ -344,10 +341,7 @@ def _metric(split: str, name: str) -> Metric:
 
 
 def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict[Metric, int]:
-    """Return the last step of each metric that was NaN or infinite after all of its finite values.
-
-    Rows have null for both.
-    """
+    """Return each metric's last step with NaN or infinity (null in rows) after all its finite values."""
     ends: dict[Metric, int] = {}
     for row in rows:
         step, split = row.get("step"), row.get("split")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_train import __version__
 from hpc_train.errors import counted, printable, shortened
 from hpc_train.report.changed_keys import value_text
-from hpc_train.report.html import limits
+from hpc_train.report.html import evaluation_files, limits
 from hpc_train.report.html.collecting import Collected, Ranking, RunData
-from hpc_train.report.html.evaluation_files import confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metrics_reader import Point
 from hpc_train.report.run_files import first_step_words, short_duration
@@ -112,7 +111,7 @@ def _content(collected: Collected) -> dict[str, Any]:
         "evaluations": [
             (_heading(label, run), evaluation)
             for label, run in zip(labels[: limits.EVALUATED], runs, strict=False)
-            if (evaluation := newest_evaluation(run.paths)) is not None
+            if (evaluation := evaluation_files.newest_evaluation(run.paths)) is not None
         ],
         "ious": _ious(labels, runs),
         "details": [_details(run) for run in runs[: limits.DETAILED]],
@@ -160,9 +159,7 @@ def _share(value: float | None) -> str:
 
 
 def _table(ranking: Ranking, collected: Collected) -> dict[str, Any]:
-    """Return the table of a ranking. Columns are (title, kind, cells), the most important ones first; rows
-    are (place on the page, run, cells).
-    """
+    """Return a ranking's table: columns (title, kind, cells) and rows (place, run, cells)."""
     runs, metric = ranking.runs, ranking.metric
     bests = [run.best(metric) if metric else None for run in runs]
     experiments = {run.experiment: None for run in runs}
@@ -277,7 +274,7 @@ def _details(run: RunData) -> dict[str, Any]:
     """Return the run's file and facts. Links that lead out of its folder are not read."""
     from hpc_train.run.create import newest_versions  # the schema
 
-    text = confined_text(run.paths.experiment, run.paths, limits.TABLE_BYTES)
+    text = evaluation_files.confined_text(run.paths.experiment, run.paths, limits.TABLE_BYTES)
     versions = newest_versions(run.facts)
     return {
         "run": run,

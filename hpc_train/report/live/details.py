@@ -256,10 +256,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def charts(curves: Mapping[str, Points], width: int, height: int) -> list[tuple[str, str]]:
-    """Return the curves side by side as titles and lines, ``height`` of them; none without two points.
-
-    As many as fit ``width``. Values that are not finite are not drawn.
-    """
+    """Return curves side by side as titles and lines, as many as fit; none without two finite points."""
     finite = {
         title: [point for point in points if math.isfinite(point[1])] for title, points in curves.items()
     }

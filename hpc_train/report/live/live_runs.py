@@ -21,10 +21,8 @@ from hpc_train.console import STATE_STYLES, one_line
 from hpc_train.errors import UsageError, shortened
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.report import metrics_reader
-from hpc_train.report.changed_keys import in_words
+from hpc_train.report import changed_keys, metrics_reader, run_files
 from hpc_train.report.metrics_reader import Row, number
-from hpc_train.report.run_files import remaining_s, short_duration
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
 from hpc_train.run.liveness import newest_record
@@ -186,11 +184,11 @@ class _TrackedRun:
             name=name,
             experiment=str(facts.get("name", self.paths.folder.parent.name)),
             status=self._status,
-            values=", ".join(filter(None, (in_words(values), *extends))),
+            values=", ".join(filter(None, (changed_keys.in_words(values), *extends))),
             since=self._record.start if self._record else str(facts.get("created", "")),
             job=jobs[-1] if jobs else None,
             nodes=tuple(self._record.hosts) if self._record else (),
-            eta_s=remaining_s(self._status, self._metrics.training),
+            eta_s=run_files.remaining_s(self._status, self._metrics.training),
             losses=self._metrics.losses,
             train=self._metrics.training[-1] if self._metrics.training else {},
             evaluation=self._metrics.evaluation,
@@ -280,7 +278,7 @@ COLUMNS = (
     Column("state", 11, lambda run: run.state),
     Column("progress", _BAR, lambda run: bar(run.share, _BAR), rank=4),
     Column("step", 15, _steps, least=8),
-    Column("ETA", 6, lambda run: short_duration(run.eta_s)),
+    Column("ETA", 6, lambda run: run_files.short_duration(run.eta_s)),
     Column("trend", _SPARKS, lambda run: sparkline(run.losses, _SPARKS), rank=3),
     Column("loss", 9, lambda run: format(run.losses[-1], ".4g") if run.losses else ""),
     Column("rate", 16, rate_words, rank=5),
@@ -322,10 +320,7 @@ def _surplus(used: Mapping[Column, int], width: int) -> int:
 
 
 def failures(runs: Sequence[LiveRun], columns: Mapping[Column, int]) -> list[str]:
-    """Return ``NAME: REASON`` of the failed runs whose reason does not fit the table, the newest first.
-
-    Runs with the same reason share a text: ``NAME and 3 more: REASON``.
-    """
+    """Return ``NAME and 3 more: REASON`` of failures that don't fit the table, the newest first."""
     width = columns.get(COLUMNS[-1], 0)
     names: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: run.since, reverse=True):
@@ -355,10 +350,7 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as at most ``width`` blocks between their minimum and maximum.
-
-    With more values, each block is a mean; a block with NaN or infinity is a cross.
-    """
+    """Return at most ``width`` blocks from minimum to maximum, each a mean; a cross if not finite."""
     count = min(width, len(values))
     edges = [place * len(values) // count for place in range(count + 1)] if count else []
     shown = [mean(values[start:end]) for start, end in pairwise(edges)]
