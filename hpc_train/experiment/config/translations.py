@@ -40,8 +40,7 @@ from hpc_train.experiment.config.remedies import (
     remedy,
     section_like,
 )
-from hpc_train.experiment.config.synonyms import advice_for
-from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.experiment.config.synonyms import advice_for, value_for
 from hpc_train.redaction import without_credentials
 from hpc_train.registry import suggestion
 

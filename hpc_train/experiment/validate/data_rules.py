@@ -72,11 +72,10 @@ def needs_tokens(model: str, data: str) -> Problem:
 
 
 @rule("model.gpt-suffix", "model.name")
-def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
+def gpt_stands_alone(experiment: Experiment) -> Problem | None:
     """``gpt`` and ``text`` take no name after a slash."""
     name = experiment.model.name
-    if _provider(name) in _TEXT_MODELS and (problem := rest_not_taken(("model", "name"), name)):
-        yield problem
+    return rest_not_taken(("model", "name"), name) if _provider(name) in _TEXT_MODELS else None
 
 
 _KEYS_OF_IMAGES = ("transform", "augment", "image_size", "eval_crop", "interpolation", "normalize")

@@ -89,9 +89,7 @@ def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
 
 @rule(
     "logging.tensorboard-missing",
-    "logging.tensorboard",
-    "environment.python",
-    "environment.container",
+    "logging.tensorboard environment.python environment.container",
     looks_up_names=True,
 )
 def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
@@ -103,11 +101,7 @@ def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule(
-    "logging.mlflow-missing",
-    "logging.mlflow",
-    "environment.python",
-    "environment.container",
-    looks_up_names=True,
+    "logging.mlflow-missing", "logging.mlflow environment.python environment.container", looks_up_names=True
 )
 def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
     """``logging.mlflow`` needs the package, and databases two more, if the ranks use this Python."""

@@ -6,7 +6,7 @@ modules; ``check`` applies all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from operator import attrgetter
 
@@ -37,7 +37,7 @@ from hpc_train.experiment.validate import (  # noqa: F401 (they register their r
     sweep_rules,
     task_rules,
 )
-from hpc_train.experiment.validate.base import RULES, Find, Rule, rule
+from hpc_train.experiment.validate.base import RULES, Rule, rule
 from hpc_train.experiment.validate.compatibility import auto_on_cpu, uneven_sync_batchnorm
 from hpc_train.experiment.validate.layer_rules import problems_of_layers
 
@@ -102,7 +102,7 @@ _EXCLUSIVE = {
 }
 
 
-def _beside(one: str, other: str) -> Find:
+def _beside(one: str, other: str) -> Callable[[Experiment], Iterator[Problem]]:
     """Return a rule's function that reports ``other`` if both keys are given."""
 
     def find(experiment: Experiment) -> Iterator[Problem]:
@@ -125,20 +125,16 @@ def parts_have_digests(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("batch.undivided", "optimization.global_batch_size", "optimization.micro_batch_size")
-def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+def micro_batches_divide_the_batch(experiment: Experiment) -> Problem | None:
     """``micro_batch_size`` must divide ``global_batch_size``."""
     batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
-    if micro != "auto" and (problem := undivided_batch(batch, micro)):
-        yield problem
+    return None if micro == "auto" else undivided_batch(batch, micro)
 
 
 @rule("batch.undivided-repeats", "data.augment.repeats", "optimization.global_batch_size")
-def repeats_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+def repeats_divide_the_batch(experiment: Experiment) -> Problem | None:
     """``data.augment.repeats`` must divide ``global_batch_size``."""
-    if problem := undivided_repeats(
-        experiment.optimization.global_batch_size, experiment.data.augment.repeats
-    ):
-        yield problem
+    return undivided_repeats(experiment.optimization.global_batch_size, experiment.data.augment.repeats)
 
 
 @rule("augment.magnitude", "data.augment.randaugment")
@@ -152,9 +148,7 @@ def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
 
 @rule(
     "schedule.long-warmup",
-    "optimization.epochs",
-    "optimization.steps",
-    "optimization.schedule.warmup_epochs",
+    "optimization.epochs optimization.steps optimization.schedule.warmup_epochs "
     "optimization.schedule.warmup_steps",
 )
 def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
@@ -208,13 +202,10 @@ def image_keys_fit_the_target(experiment: Experiment) -> Iterator[Problem]:
     task, data = TASKS.get(experiment.task), experiment.data
     if task is None:  # a plug-in's: the ranks find out
         return
-    if not {"mask", "boxes"} & set(task.targets):
-        if problem := only_for_masks(data):
-            yield problem
-        return
-    if problem := not_for_masks(data):
+    has_masks = bool({"mask", "boxes"} & set(task.targets))
+    if problem := not_for_masks(data) if has_masks else only_for_masks(data):
         yield problem
-    if data.eval_crop != 1.0:
+    if has_masks and data.eval_crop != 1.0:
         message = "crops images without their masks and boxes"
         yield Problem(("data", "eval_crop"), message, "take it out; whole images are evaluated")
 

@@ -61,11 +61,7 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
 
 @rule(
     "slurm.spare-nodes",
-    "slurm.spare_nodes",
-    "slurm.nodes",
-    "slurm.runs_per_job",
-    "environment.container",
-    "recovery.restart",
+    "slurm.spare_nodes slurm.nodes slurm.runs_per_job environment.container recovery.restart",
 )
 def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
     """``spare_nodes`` needs a number of nodes, a restart in place, a job for each run, and no container."""
@@ -89,11 +85,7 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
 
 @rule(
     "slurm.too-many-ranks",
-    "slurm.nodes",
-    "slurm.gpus_per_node",
-    "slurm.ranks_per_node",
-    "parallel",
-    "optimization.global_batch_size",
+    "slurm.nodes slurm.gpus_per_node slurm.ranks_per_node parallel optimization.global_batch_size "
     "optimization.micro_batch_size",
 )
 def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
@@ -234,9 +226,7 @@ def training_can_share_a_gpu(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("optimization", "micro_batch_size"), message, remedy)
 
 
-@rule(
-    "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
-)
+@rule("recovery.standby", "recovery.standby recovery.restart slurm.runs_per_job environment.container")
 def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
     """``standby`` needs ranks of our trainer, a restart in place, a job for each run, and no container."""
     if not experiment.recovery.standby:
@@ -256,17 +246,8 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
 
 @rule(
     "evaluation.as-job",
-    "evaluation",
-    "parallel",
-    "checkpoint.best",
-    "early_stopping",
-    "sweep.search",
-    "optimization.on_non_finite",
-    "optimization.on_spike",
-    "recovery.verify_every_steps",
-    "logging",
-    "slurm.runs_per_job",
-    "environment.container",
+    "evaluation parallel checkpoint.best early_stopping sweep.search optimization.on_non_finite "
+    "optimization.on_spike recovery.verify_every_steps logging slurm.runs_per_job environment.container",
 )
 def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
     """``as_job`` evaluates on one rank, and nothing in training may wait for the result."""

@@ -35,7 +35,7 @@ from hpc_train.experiment.config.sweep_sections import (
     parameters_place,
     swept_keys,
 )
-from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.experiment.config.synonyms import value_for
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import is_factory, target_of, unknown_part
 

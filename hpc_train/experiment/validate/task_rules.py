@@ -10,7 +10,7 @@ from hpc_train.experiment.config.explanations import args_problems
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.remedies import usual_mode
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.experiment.config.synonyms import value_for
 from hpc_train.experiment.data_facts.by_name import data_facts, target_of, task_facts
 from hpc_train.experiment.data_facts.facts import DiceArgs, Losses
 from hpc_train.experiment.validate.base import rule
@@ -78,14 +78,7 @@ def smoothing_needs_cross_entropy(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("optimization", "label_smoothing"), message, remedy, on_key=True)
 
 
-@rule(
-    "loss.mixing",
-    "task",
-    "data.name",
-    "optimization.mixup",
-    "optimization.cutmix",
-    "optimization.micro_batch_size",
-)
+@rule("loss.mixing", "task data.name optimization.mixup optimization.cutmix optimization.micro_batch_size")
 def samples_can_be_mixed(experiment: Experiment) -> Iterator[Problem]:
     """mixup and CutMix need a task with soft targets, and pairs of samples in a micro-batch."""
     optimization = experiment.optimization
