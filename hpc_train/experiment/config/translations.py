@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hpc_train.errors import shortened
+from hpc_train.experiment.config import remedies
 from hpc_train.experiment.config.keys import (
     PROGRAM,
     BadKeyError,
@@ -31,15 +32,7 @@ from hpc_train.experiment.config.keys import (
 from hpc_train.experiment.config.marked_yaml import resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, split_at_colon
 from hpc_train.experiment.config.program_section import listed
-from hpc_train.experiment.config.remedies import (
-    completed,
-    fits,
-    in_flow,
-    in_unit_of,
-    is_swept,
-    remedy,
-    section_like,
-)
+from hpc_train.experiment.config.remedies import fits, in_flow, remedy
 from hpc_train.experiment.config.synonyms import advice_for, value_for
 from hpc_train.redaction import without_credentials
 from hpc_train.registry import suggestion
@@ -194,10 +187,14 @@ def _converted(target: KeyPath, value: Any, name: object) -> Any:
     section = as_mapping(node)
     if value is True and fits(node, 0.5):
         return 0.5
-    if isinstance(value, str) and not fits(node, value) and (amount := in_unit_of(target, value, node)):
+    if (
+        isinstance(value, str)
+        and not fits(node, value)
+        and (amount := remedies.in_unit_of(target, value, node))
+    ):
         return resolve_scalar(amount.split()[1])
     if value is True and not fits(node, value):
-        return value_for(target, name) or (completed(target, {}) if section else None)
+        return value_for(target, name) or (remedies.completed(target, {}) if section else None)
     if isinstance(value, dict) and section:
         return _converted_section(target, value)
     if isinstance(value, dict):
@@ -209,7 +206,7 @@ def _converted(target: KeyPath, value: Any, name: object) -> Any:
     if fits(node, meant):
         return meant
     if section:
-        return section_like(target, meant) or (True if fits(node, True) else None)
+        return remedies.section_like(target, meant) or (True if fits(node, True) else None)
     if any(member.get("type") == "array" for member in members(node)):
         return meant if isinstance(meant, list) else [meant]
     is_list_of_devices = isinstance(meant, list) and target[-1] == "gpus_per_node"
@@ -240,7 +237,7 @@ def _section_beside(path: KeyPath, section: KeyPath, data: Mapping[str, Any]) ->
         if target is not None and target[:-1] == section:
             new = _converted(target, value, key)
             merged[str(target[-1])] = value if new is None else new
-    return section[-1:], completed(section, merged) if known_keys(section) else merged
+    return section[-1:], remedies.completed(section, merged) if known_keys(section) else merged
 
 
 def _with_required(target: KeyPath, value: Any, data: Mapping[str, Any]) -> tuple[KeyPath, Any]:
@@ -248,7 +245,7 @@ def _with_required(target: KeyPath, value: Any, data: Mapping[str, Any]) -> tupl
     section = target[:-1]
     if len(section) < 2 or isinstance(value_at(data, section), dict):
         return target, value
-    whole = completed(section, {str(target[-1]): value})
+    whole = remedies.completed(section, {str(target[-1]): value})
     return (section, whole) if len(whole) > 1 else (target, value)
 
 
@@ -353,6 +350,6 @@ def _swept_key(name: str) -> str | None:
         if name.startswith(f"{unknown}."):
             rest = name.removeprefix(unknown)
         path = None if path is None else tuple(f"{dotted(path)}{rest}".split("."))
-    if path is None or node_at(path) is None or not is_swept(path):
+    if path is None or node_at(path) is None or not remedies.is_swept(path):
         return None
     return dotted(path)

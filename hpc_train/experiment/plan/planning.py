@@ -16,15 +16,8 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.data_facts.by_name import training_samples
 from hpc_train.experiment.plan.sweep import expand
-from hpc_train.experiment.topology.batch_arithmetic import (
-    StepLayout,
-    accumulation,
-    count_micro_batches,
-    count_total_steps,
-    count_warmup_steps,
-    too_few_samples,
-    too_long_warmup,
-)
+from hpc_train.experiment.topology import batch_arithmetic
+from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import AXES, Degrees, Ranks, bubble, find_degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
@@ -66,7 +59,7 @@ class PlannedRun:
         """Micro-batches of the rank with the most in one step."""
         if self.micro_batches is None or self.data_ranks is None:
             return None
-        return accumulation(self.micro_batches, self.data_ranks)
+        return batch_arithmetic.accumulation(self.micro_batches, self.data_ranks)
 
     @property
     def parallel(self) -> ParallelConfig | None:
@@ -200,15 +193,17 @@ def _misfits(experiment: Experiment, num_samples: int) -> Iterator[Problem]:
     elif num_samples == 0:
         remedy = "write the folder that contains train/<class>/"
         yield Problem(("data", "root"), "contains no training images", remedy, code="data.empty")
-    elif too_few := too_few_samples(
+    elif too_few := batch_arithmetic.too_few_samples(
         optimization.global_batch_size, optimization.micro_batch_size, num_samples
     ):
         yield too_few
     else:
         steps_per_epoch = num_samples // optimization.global_batch_size
-        warmup = count_warmup_steps(optimization.schedule, steps_per_epoch)
-        total = count_total_steps(optimization, steps_per_epoch)
-        if total is not None and (too_long := too_long_warmup(optimization.schedule, warmup, total)):
+        warmup = batch_arithmetic.count_warmup_steps(optimization.schedule, steps_per_epoch)
+        total = batch_arithmetic.count_total_steps(optimization, steps_per_epoch)
+        if total is not None and (
+            too_long := batch_arithmetic.too_long_warmup(optimization.schedule, warmup, total)
+        ):
             yield too_long
 
 
@@ -218,9 +213,9 @@ def _with_steps(run: PlannedRun, experiment: Experiment, num_samples: int | None
     return replace(
         run,
         degrees=_degrees(experiment, run.size),
-        micro_batches=count_micro_batches(optimization),
+        micro_batches=batch_arithmetic.count_micro_batches(optimization),
         steps_per_epoch=steps_per_epoch,
-        total_steps=count_total_steps(optimization, steps_per_epoch),
+        total_steps=batch_arithmetic.count_total_steps(optimization, steps_per_epoch),
     )
 
 

@@ -16,17 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config import sweep_sections
 from hpc_train.experiment.config.keys import NOT_IDENTITY, SCALING, split_key, value_at
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, dotted
 from hpc_train.experiment.config.schema import Job
-from hpc_train.experiment.config.sweep_sections import (
-    CHOICE,
-    Distribution,
-    RandomConfig,
-    SweepConfig,
-    parameters_place,
-    varied,
-)
+from hpc_train.experiment.config.sweep_sections import Distribution, SweepConfig
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.sweep_rules import without_runs_to_share
@@ -142,7 +136,7 @@ def combinations(
     ]
     for entry, drawn, gridded in itertools.product(listed, list(_drawn(sweep, trials)), list(_grid(sweep))):
         whole = entry | drawn | gridded
-        values = varied(sweep.parameters, whole.values)
+        values = sweep_sections.varied(sweep.parameters, whole.values)
         if not sweep.is_excluded(values):
             yield Combination(values, {key: whole.places[key] for key in values})
 
@@ -163,12 +157,12 @@ def _drawn(sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None) -> It
         )
     else:
         drawn = draws(sweep.random) if sweep.random else iter([{}])
-    place = parameters_place(sweep)
+    place = sweep_sections.parameters_place(sweep)
     for values in drawn:
         yield Combination(values, {key: (*place, key) for key in values})
 
 
-def draws(random: RandomConfig) -> Iterator[dict[str, Any]]:
+def draws(random: sweep_sections.RandomConfig) -> Iterator[dict[str, Any]]:
     """Yield the values of each draw by key; conditions are not applied."""
     for number in range(random.count):
         yield {
@@ -197,7 +191,7 @@ def draw(distribution: Distribution, counter: tuple[Any, ...]) -> Any:
 
 def rounded(value: Any, distribution: Distribution) -> Any:
     """Return a value as it is written into a file: a float with few digits, within the bounds."""
-    if distribution.kind == CHOICE:
+    if distribution.kind == sweep_sections.CHOICE:
         return value
     low, high = distribution.bounds
     if distribution.is_whole:

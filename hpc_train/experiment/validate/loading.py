@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
+from hpc_train.experiment.config import marked_yaml
 from hpc_train.experiment.config.explanations import explain, failed_paths
 from hpc_train.experiment.config.keys import (
     PROGRAM,
@@ -27,13 +28,7 @@ from hpc_train.experiment.config.keys import (
     replaced,
     split_key,
 )
-from hpc_train.experiment.config.marked_yaml import (
-    GIVEN_TWICE,
-    MAX_BYTES,
-    Document,
-    read_document,
-    read_value,
-)
+from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import (
     COMMAND_LINE,
     KeyPath,
@@ -129,7 +124,7 @@ def load(
 
 def read(path: Path | Mapping[str, Any]) -> Document:
     """Return the content of a file, or of a mapping, before it is checked. Raises BadFileError."""
-    return read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
+    return marked_yaml.read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
 
 
 def load_document(
@@ -172,7 +167,7 @@ def _content(path: Path) -> bytes:
         raise BadFileError(ProblemLine(one_line(other), "file.not-yaml", ""))
     try:
         with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+            return file.read(marked_yaml.MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         message = f"{path}: can't be read ({reason}); {instead_of_missing(path)}"
@@ -203,7 +198,7 @@ def _overridden(
             remedy = argument_remedy(key) if PROGRAM in data and equals else error.problem.remedy
             problems.append(replace(error.problem, place=COMMAND_LINE, remedy=remedy))
             continue
-        value, bad = read_value(text)
+        value, bad = marked_yaml.read_value(text)
         problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]
         if value is None and not bad and not _accepts_null(path):
             changed.append(path)
@@ -360,7 +355,9 @@ def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[Key
 
 def _repeated(problems: Sequence[Problem]) -> list[tuple[Place, KeyPath]]:
     """Return the keys that are given once more, which have no marks."""
-    return [(each.place, each.path) for each in problems if each.place and each.code == GIVEN_TWICE]
+    return [
+        (each.place, each.path) for each in problems if each.place and each.code == marked_yaml.GIVEN_TWICE
+    ]
 
 
 def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) -> Callable[[_Key], bool]:

@@ -10,14 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from hpc_train.experiment.config import program_section
 from hpc_train.experiment.config.problems import KeyPath, Problem
-from hpc_train.experiment.config.program_section import (
-    PLACEHOLDERS,
-    ProgramConfig,
-    listed,
-    one_word,
-    shell_syntax,
-)
+from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, one_word
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of, tables
 from hpc_train.experiment.validate.base import rule
@@ -123,8 +118,10 @@ def words_need_no_shell(job: Job) -> Iterator[Problem]:
         return
     for index, word in enumerate(command):
         is_builtin = index == 0 and word in _BUILTINS
-        if (syntax := word if is_builtin else shell_syntax(word)) is not None:
-            line = " ".join(part if shell_syntax(part) else shlex.quote(part) for part in command)
+        if (syntax := word if is_builtin else program_section.shell_syntax(word)) is not None:
+            line = " ".join(
+                part if program_section.shell_syntax(part) else shlex.quote(part) for part in command
+            )
             message = f"{syntax} is for a shell, and none reads the command"
             yield Problem(("program", "command", index), message, f"write command: {listed(line)}")
             return

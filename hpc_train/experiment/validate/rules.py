@@ -16,12 +16,7 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.training_sections import OF_STAGE, WEIGHT_FILES
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.image_facts import not_for_masks, only_for_masks
-from hpc_train.experiment.topology.batch_arithmetic import (
-    too_few_micro_batches,
-    too_long_warmup,
-    undivided_batch,
-    undivided_repeats,
-)
+from hpc_train.experiment.topology import batch_arithmetic
 from hpc_train.experiment.topology.degrees import find_degrees, problem_of_schedule
 from hpc_train.experiment.validate import (  # noqa: F401 (they register their rules)
     compatibility,
@@ -128,13 +123,15 @@ def parts_have_digests(experiment: Experiment) -> Iterator[Problem]:
 def micro_batches_divide_the_batch(experiment: Experiment) -> Problem | None:
     """``micro_batch_size`` must divide ``global_batch_size``."""
     batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
-    return None if micro == "auto" else undivided_batch(batch, micro)
+    return None if micro == "auto" else batch_arithmetic.undivided_batch(batch, micro)
 
 
 @rule("batch.undivided-repeats", "data.augment.repeats", "optimization.global_batch_size")
 def repeats_divide_the_batch(experiment: Experiment) -> Problem | None:
     """``data.augment.repeats`` must divide ``global_batch_size``."""
-    return undivided_repeats(experiment.optimization.global_batch_size, experiment.data.augment.repeats)
+    return batch_arithmetic.undivided_repeats(
+        experiment.optimization.global_batch_size, experiment.data.augment.repeats
+    )
 
 
 @rule("augment.magnitude", "data.augment.randaugment")
@@ -158,7 +155,7 @@ def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
         length, warmup = getattr(optimization, unit), getattr(optimization.schedule, f"warmup_{unit}")
         if length is None or warmup is None:
             continue
-        if problem := too_long_warmup(optimization.schedule, warmup, length, unit):
+        if problem := batch_arithmetic.too_long_warmup(optimization.schedule, warmup, length, unit):
             yield problem
 
 
@@ -346,7 +343,7 @@ def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int, found: int
     if is_auto:  # the minimum that it may find
         experiment = experiment.with_micro_batch_size(found or 1)
     ranks_per_model = degrees.pipeline * degrees.tensor
-    if problem := too_few_micro_batches(
+    if problem := batch_arithmetic.too_few_micro_batches(
         experiment.micro_batches, degrees.data_ranks, ranks_per_model, is_auto=is_auto, found=found
     ):
         return [problem]

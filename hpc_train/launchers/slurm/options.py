@@ -18,15 +18,8 @@ from hpc_train.experiment.config.problems import is_clean, shown
 from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
 from hpc_train.experiment.topology.degrees import Ranks
-from hpc_train.experiment.validate.slurm_rules import (
-    MEMORY_SHARES,
-    OWNED,
-    max_nodes,
-    min_nodes,
-    ranks_on_each_node,
-    requested_nodes,
-    sbatch_option,
-)
+from hpc_train.experiment.validate import slurm_rules
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node, sbatch_option
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
@@ -74,7 +67,7 @@ def sbatch_parameters(
             "job_name": experiment.name,
             "partition": slurm.partition,
             # submitit gets the lower end of a range, since it multiplies; sbatch gets the range below.
-            "nodes": requested_nodes(slurm),
+            "nodes": slurm_rules.requested_nodes(slurm),
             "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_on_each_node(slurm),
             "cpus_per_task": cpus,
             "mem": None if slurm.mem_gb is None else f"{slurm.mem_gb}G",
@@ -248,7 +241,7 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     if slurm.gpus_per_node and profile.gpus == "gres" and "gres" in more:
         more["gres"] = f"{_gpus(slurm, profile)['gres']},{more['gres']}"
     _refuse_unsafe(fixed | more)
-    if taken := [key for key in more if sbatch_option(key) in OWNED]:
+    if taken := [key for key in more if sbatch_option(key) in slurm_rules.OWNED]:
         raise BadFileError(f"slurm.extra.{taken[0]}: belongs to hpc-train; take it out")
     # submitit's own signal line follows an environment variable.
     fixed |= {"requeue": True, "signal": f"USR2@{lead_s}"}
@@ -284,7 +277,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 def ranks(slurm: SlurmConfig) -> Ranks:
     """Return the ranks of a run with this section."""
-    per_node, nodes = ranks_on_each_node(slurm), max_nodes(slurm)
+    per_node, nodes = ranks_on_each_node(slurm), slurm_rules.max_nodes(slurm)
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
     occupied = nodes + slurm.spare_nodes
     gpus = occupied * slurm.gpus_per_node / slurm.runs_per_gpu
@@ -292,7 +285,7 @@ def ranks(slurm: SlurmConfig) -> Ranks:
     return Ranks(
         most=nodes * per_node,
         per_node=per_node,
-        fewest=min_nodes(slurm) * per_node,
+        fewest=slurm_rules.min_nodes(slurm) * per_node,
         gpu_hours=gpu_hours if gpus else 0.0,
         gpus=gpus,
         cores=occupied * cpus_per_node(slurm),

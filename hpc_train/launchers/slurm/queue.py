@@ -18,14 +18,7 @@ from typing import TypeAlias
 
 from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import commands
-from hpc_train.launchers.slurm.commands import (
-    MAX_AGE_S,
-    Answer,
-    NoAnswerError,
-    RefusedError,
-    cluster_name,
-    run,
-)
+from hpc_train.launchers.slurm.commands import Answer, RefusedError, run
 
 #: In the queue, on no node.
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -127,7 +120,7 @@ class JobState:
 
 
 def ask(
-    keys: Iterable[JobKey], *, also: Iterable[JobKey] = (), max_age_s: float = MAX_AGE_S
+    keys: Iterable[JobKey], *, also: Iterable[JobKey] = (), max_age_s: float = commands.MAX_AGE_S
 ) -> dict[JobKey, JobState]:
     """Return the state of jobs; ``also``: jobs to include only if they wait or run, or have just ended.
 
@@ -161,7 +154,7 @@ def _state(key: JobKey, answer: Answer) -> JobState | None:
 
 
 def _ask(keys: set[JobKey], last: Answer | None) -> Answer:
-    now, cluster = time.time(), cluster_name()
+    now, cluster = time.time(), commands.cluster_name()
     missed: dict[str, float] = dict((last or {}).get("missed") or {})
     requested = _here(keys, cluster)
     try:
@@ -273,7 +266,7 @@ def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
         output = run(
             [*argv, f"--delimiter={_SEPARATOR}", f"--format={','.join(_SACCT_FIELDS)}"], limit_s=_LIMIT_S
         )
-    except NoAnswerError:
+    except commands.NoAnswerError:
         return {}, ids
     except (NoSchedulerError, RefusedError):
         return {}, set()  # a site without accounting

@@ -13,18 +13,11 @@ from typing import TYPE_CHECKING
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.base import Ranks
+from hpc_train.launchers.slurm import queue
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
-from hpc_train.launchers.slurm.queue import (
-    ELSEWHERE,
-    FORGOTTEN,
-    RUNNING,
-    JobKey,
-    JobState,
-    ask,
-    waiting_words,
-)
+from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobKey, JobState
 from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.diagnosis import (
@@ -37,15 +30,8 @@ from hpc_train.recovery.diagnosis import (
     stop_reason,
 )
 from hpc_train.recovery.history import diagnose_record, saved_step
-from hpc_train.run.attempts import (
-    AttemptRecord,
-    job_cluster,
-    job_ids,
-    newest_number,
-    noted_signal,
-    now,
-    write_record,
-)
+from hpc_train.run import attempts
+from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
@@ -154,8 +140,8 @@ class Folder:
 def newest_key(paths: RunPaths, record: AttemptRecord | None) -> JobKey | None:
     """Return id and cluster of the run's newest job; ``record`` is of its newest attempt."""
     facts = run_facts(paths)
-    if ids := job_ids(facts):
-        return ids[-1], job_cluster(facts)
+    if ids := attempts.job_ids(facts):
+        return ids[-1], attempts.job_cluster(facts)
     return None if record is None or record.job is None else (record.job, record.cluster)
 
 
@@ -179,7 +165,7 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
     jobs: dict[JobKey, JobState] = {}
     if going_on or max_age_s == 0 or any(folder.may_return for folder in folders):
         try:
-            jobs = ask(going_on, also=ended, max_age_s=max_age_s)
+            jobs = queue.ask(going_on, also=ended, max_age_s=max_age_s)
         except NoSchedulerError as error:
             if max_age_s == 0:
                 raise
@@ -238,12 +224,12 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
         return status
     if folder.began_by(job):
         assert record is not None, "its job has begun it"
-        if job.state not in RUNNING:
+        if job.state not in queue.RUNNING:
             return status
         status = _correct(folder, replace(status, state="running", reason=None))
         with suppress(OSError):
             alive = replace(record, end=None, reason=None, cause=None, saved_step=None)
-            write_record(folder.paths.attempt(record.attempt), alive)
+            attempts.write_record(folder.paths.attempt(record.attempt), alive)
         return status
     if not job.is_waiting:
         return status
@@ -260,7 +246,7 @@ def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunSt
     elif job.reason == "JobHeldUser" and not submissions.are_released(folder.paths, job.job):
         reason = "held until its submission is complete; submit the file again if that was cut short"
     else:
-        reason = waiting_words(job)
+        reason = queue.waiting_words(job)
     return replace(status, reason=reason)
 
 
@@ -295,7 +281,7 @@ def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
     if status.state != "requeued":
         return status
     if job.is_waiting:
-        wait = waiting_words(job)
+        wait = queue.waiting_words(job)
     elif job.state == "COMPLETING":
         wait = "waits: its nodes are being cleared"
     else:
@@ -313,7 +299,7 @@ def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
     assert record is not None, "its job has begun it"
     if record.cause is not None:
         return record.reason or stop_reason(Stop(record.cause), folder.status.step)
-    signal = noted_signal(folder.paths.attempt(record.attempt))
+    signal = attempts.noted_signal(folder.paths.attempt(record.attempt))
     file = submissions.batch_output(folder.paths, str(record.job))
     output = ""
     if file is not None:
@@ -394,9 +380,9 @@ def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:
     corrected = _correct(folder, status)
     record = folder.record
     if corrected is status and record is not None and record.end is None and record.job == folder.job:
-        ended = replace(record, end=now(), reason=status.reason, cause=record.cause or cause)
+        ended = replace(record, end=attempts.now(), reason=status.reason, cause=record.cause or cause)
         with suppress(OSError):
-            write_record(folder.paths.attempt(record.attempt), ended)
+            attempts.write_record(folder.paths.attempt(record.attempt), ended)
     return corrected
 
 

@@ -24,18 +24,10 @@ from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import runs_per_task
 from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
+from hpc_train.run import files
 from hpc_train.run.attempts import add_job, job_ids, now_ms
 from hpc_train.run.file_shapes import decoded, encoded
-from hpc_train.run.files import (
-    hidden_beside,
-    in_parallel,
-    is_unsupported,
-    read_json,
-    remove_folder,
-    sync_folder,
-    tail_text,
-    write_json,
-)
+from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, run_facts, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
@@ -230,7 +222,7 @@ def prepare(
         cluster=cluster,
     )
     write(paths, submission)
-    sync_folder(paths.folder.parent)
+    files.sync_folder(paths.folder.parent)
     return submission
 
 
@@ -247,12 +239,12 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
             place_pickle(paths, job, run)
         note_job(run, job, submission.cluster)
 
-    in_parallel(place_run, range(len(submission.runs)))
+    files.in_parallel(place_run, range(len(submission.runs)))
     # Pickles that submitit names by chance and has not moved, since its process died.
     for path in paths.folder.glob("*.pkl"):
         if not path.name.endswith("_submitted.pkl"):
             path.unlink(missing_ok=True)
-    sync_folder(paths.folder)
+    files.sync_folder(paths.folder)
     submitted = replace(submission, state=SUBMITTED)
     write(paths, submitted)
     return submitted
@@ -265,7 +257,7 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     from hpc_train.launchers.entry import Entry
 
     target = JobPaths(paths.folder, job_id=job).submitted_pickle
-    temporary = hidden_beside(target)
+    temporary = files.hidden_beside(target)
     DelayedSubmission(Entry(run.folder)).dump(temporary)
     _make_private(temporary)
     temporary.replace(target)
@@ -276,7 +268,7 @@ def _make_private(path: Path) -> None:
     try:
         path.chmod(0o600)
     except OSError as error:
-        if not is_unsupported(error):
+        if not files.is_unsupported(error):
             raise
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o022:
@@ -361,7 +353,7 @@ def withdraw(paths: RunPaths, reason: str, job_id: str | None = None) -> None:
     if other_jobs or paths.attempt_folders():
         write_status(paths, replace(read_status(paths), state="failed", reason=reason))
         return
-    remove_folder(paths.folder)
+    files.remove_folder(paths.folder)
 
 
 class Submissions:
@@ -405,7 +397,7 @@ class Submissions:
         # In a job that runs share, a slot's file.
         slots = [path for folder in folders for path in folder.glob(f"{job}_slot*_log.out")]
         existing = [
-            path for path in slots if f" of run {paths.folder.name}," in tail_text(path, _OUTPUT_BYTES)
+            path for path in slots if f" of run {paths.folder.name}," in files.tail_text(path, _OUTPUT_BYTES)
         ] or existing
         return max(existing, key=lambda path: path.stat().st_mtime) if existing else None
 

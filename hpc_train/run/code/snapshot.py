@@ -19,15 +19,7 @@ from typing import Any
 
 from hpc_train.errors import StorageError, UserError
 from hpc_train.paths import RunPaths
-from hpc_train.run.code.code_files import (
-    Selection,
-    has_changed,
-    holds_private_key,
-    import_folders,
-    package_files,
-    select,
-    walk,
-)
+from hpc_train.run.code import code_files
 from hpc_train.run.code.work_tree import commit_of
 from hpc_train.run.files import (
     UnreadableFileError,
@@ -134,16 +126,16 @@ def read(cwd: Path, exclude: Sequence[Path]) -> Code:
     Raises UsageError if it is too large.
     """
     for _ in range(_TRIES):
-        selection = select(cwd, exclude)
+        selection = code_files.select(cwd, exclude)
         code = _read(selection)
-        if not has_changed(selection):
+        if not code_files.has_changed(selection):
             break
     return code
 
 
-def _read(selection: Selection) -> Code:
+def _read(selection: code_files.Selection) -> Code:
     left_out = dict(selection.left_out)
-    files = {f"{_PACKAGE}/{path}": source.read_bytes() for path, source in package_files().items()}
+    files = {f"{_PACKAGE}/{path}": source.read_bytes() for path, source in code_files.package_files().items()}
     executables = set()
     for path, seen in selection.files.items():
         try:
@@ -153,7 +145,7 @@ def _read(selection: Selection) -> Code:
         except OSError as error:
             left_out[path] = error.strerror or str(error)
             continue
-        if holds_private_key(content):
+        if code_files.holds_private_key(content):
             left_out[path] = "contains a private key"
             continue
         files[f"{TREE}/{path}"] = content
@@ -161,7 +153,7 @@ def _read(selection: Selection) -> Code:
             executables.add(f"{TREE}/{path}")
     return Code(
         cwd=selection.cwd,
-        search_path=import_folders(selection),
+        search_path=code_files.import_folders(selection),
         files=files,
         executables=executables & files.keys(),
         links={f"{TREE}/{path}": target for path, target in selection.links.items()},
@@ -354,7 +346,7 @@ def check_owner(folder: Path) -> None:
     # Files that imports cache there have the usual modes, and are unreachable if the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077
     check_own(folder)
-    for parent, folders, names in walk(folder):
+    for parent, folders, names in code_files.walk(folder):
         if is_closed:
             folders[:] = [name for name in folders if name != "__pycache__"]
         for name in (*folders, *names):
