@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from hpc_train.console import rounded, say
 from hpc_train.errors import counted, listed
 from hpc_train.experiment.config.schema import EvaluationConfig, Experiment
+from hpc_train.experiment.plan import planning
 from hpc_train.experiment.plan.duration import (
     MeasuredRun,
     Prediction,
@@ -19,9 +20,8 @@ from hpc_train.experiment.plan.duration import (
     given,
     predicted,
 )
-from hpc_train.experiment.plan.planning import Plan, PlannedRun
+from hpc_train.experiment.plan.planning import Plan, PlannedRun, has_budget
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval
-from hpc_train.experiment.validate.budget_rules import has_budget, over_budget, over_share, planned_runs
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.paths import runs_root
 from hpc_train.report.measured_runs import measured_runs, same_work
@@ -111,11 +111,11 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
     if not has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)
-    count = planned_runs(loaded.experiment, len(plan.runs))
+    count = planning.planned_runs(loaded.experiment, len(plan.runs))
     hours = [None if prediction is None else prediction.gpu_hours for prediction in cost.runs]
     of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
-    problem = over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
-    problem = problem or over_share(loaded.experiment, hours, count)
+    problem = planning.over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
+    problem = problem or planning.over_share(loaded.experiment, hours, count)
     return [] if problem is None else [loaded.source.render(problem)]
 
 

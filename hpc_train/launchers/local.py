@@ -16,10 +16,10 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
 from hpc_train.launchers.base import LaunchRequest
-from hpc_train.launchers.gpus import count_gpus, mig_variables
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus, mig_variables
 from hpc_train.recovery.history import step_for_budgets
 from hpc_train.run import checkpoints
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record, write_record

@@ -19,7 +19,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment, weight_source
 from hpc_train.run.attempts import exit_codes, newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
-from hpc_train.run.code.work_tree import commit_of
+from hpc_train.run.code.code_files import commit_of
 from hpc_train.run.files import create_folder, json_text, read_json, sync_folder, write_json, write_new
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus

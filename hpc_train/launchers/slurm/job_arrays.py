@@ -23,7 +23,6 @@ from hpc_train.launchers.slurm import (
     options,
     profiles,
     queue,
-    save_window,
     sbatch,
     script,
 )
@@ -391,7 +390,7 @@ def _short_times(job: _Job) -> list[str]:
     run = job.runs[0]
     assert run.experiment.slurm is not None
     profile = _profile(run.experiment.slurm.profile, run.problem)
-    return save_window.warnings(profile.applied(run.experiment), run.paths.siblings)
+    return options.save_warnings(profile.applied(run.experiment), run.paths.siblings)
 
 
 def _description(record: Submission) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from hpc_train.errors import StorageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run.code import code_files
-from hpc_train.run.code.work_tree import commit_of
+from hpc_train.run.code.code_files import commit_of
 from hpc_train.run.files import (
     UnreadableFileError,
     create_folder,
