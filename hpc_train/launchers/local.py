@@ -238,9 +238,8 @@ def _write_end(paths: RunPaths, attempt: int, outcome: Outcome) -> None:
     status = read_status(paths)
     # Ranks of a cancelled run no longer write status.json, but save before they end.
     step = max([status.step, *(saved.step for saved in checkpoints.committed(paths, attempt)[:1])])
-    write_status(
-        paths, replace(status, state=outcome.state, step=step, attempt=attempt, reason=outcome.reason)
-    )
+    ended = replace(status, state=outcome.state, step=step, attempt=attempt, reason=outcome.reason)
+    write_status(paths, ended)
 
 
 def _is_completed(request: LaunchRequest) -> bool:

@@ -158,9 +158,7 @@ def _exit_code(diagnosis: Diagnosis, evidence: Evidence, interrupted_by: int | N
 
 
 def _details(attempt: AttemptPaths, diagnosis: Diagnosis, evidence: Evidence) -> str:
-    """Return the text to show: the error as it is if it is sufficient, else the user's frames or the end of
-    the log.
-    """
+    """Return the text to show: the error if it suffices, else the user's frames or the log's end."""
     if diagnosis.cause in {CANCELLED, INTERRUPTED}:
         return diagnosis.cause
     if diagnosis.rank is None or diagnosis.cause == "diverged":
@@ -185,9 +183,7 @@ def last_line(path: Path) -> str:
 
 
 def telling_line(path: Path) -> str:
-    """Return the line of a rank's log that explains its end: a reached limit, a device error, a lost peer, or
-    the last line.
-    """
+    """Return the line of a log that explains its end: a limit, a device error, a lost peer, the last one."""
     limit = resource_limits.reporting_line(log_tail(path))
     return limit or abort_line(tail_text(path, _FRAMES_BYTES)) or last_line(path)
 

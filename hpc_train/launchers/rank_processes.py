@@ -130,10 +130,7 @@ def common_environment(
         for name, value in environ.items()
         if name not in _STALE and not name.startswith(_STALE_PREFIXES)
     }
-    threads = {
-        "OMP_NUM_THREADS": str(max(1, len(usable_cpus()) // num_ranks)),
-        THREADS_BY_SHARE: "1",
-    }
+    threads = {"OMP_NUM_THREADS": str(max(1, len(usable_cpus()) // num_ranks)), THREADS_BY_SHARE: "1"}
     defaults = {
         "TORCHINDUCTOR_CACHE_DIR": str(paths.cache / "inductor"),
         "TRITON_CACHE_DIR": str(paths.cache / "triton"),
@@ -190,9 +187,7 @@ def _start(
 
 
 def _die_with(launcher: int) -> Callable[[], None]:
-    """Return the function that a rank calls between fork and exec: it ends with the launcher and blocks
-    signals.
-    """
+    """Return a function for a rank between fork and exec: it ends with the launcher, signals blocked."""
     libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held forever
 
     def prepare() -> None:

@@ -380,9 +380,7 @@ def prune(
     earlier attempts, and unfinished removals. ``needed``: steps of more checkpoints to keep. Removes nothing
     once a later attempt exists, which may have listed checkpoints that this one does not need.
     """
-    checkpoints = [
-        checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
-    ]
+    checkpoints = [one for one in committed(paths, attempt) if _is_real_folder(one.folder)]
     newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
     required = set(needed)

@@ -112,10 +112,7 @@ def _input_facts(experiment: Job, stage_weights: str | None) -> dict[str, Any]:
 
 
 def effective_experiment(paths: RunPaths, attempt: int) -> Job:
-    """Return the frozen experiment with the ``noted_changes``.
-
-    Raises BadFileError if the frozen file was changed.
-    """
+    """Return the frozen experiment with the ``noted_changes``. Raises BadFileError if it was changed."""
     changes = noted_changes(paths, attempt)
     if not changes:
         return frozen_experiment.read(paths)

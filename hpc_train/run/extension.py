@@ -128,9 +128,7 @@ def _link(old: Path, new: Path) -> None:
 
 
 def _copy_rows(old: RunPaths, new: RunPaths, last_step: int) -> None:
-    """Copy the rows up to ``last_step``, with the attempt ``INHERITED``: no attempt of the new run took their
-    time.
-    """
+    """Copy the rows up to ``last_step`` as ``INHERITED``: no attempt of the new run took their time."""
     with new.metrics.open("wb") as file:
         for line in lines_of(old.metrics):
             row = parse_row(line)

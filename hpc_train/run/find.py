@@ -193,9 +193,8 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
     start = run_id if slash else word
     ids = [run for run in runs if run.folder.name.startswith(start)] if start else []
     if len(ids) > 1:
-        raise UsageError(
-            _ambiguous(f"{word}: {counted(len(ids), 'run')} have an id that starts like this", ids)
-        )
+        text = f"{word}: {counted(len(ids), 'run')} have an id that starts like this"
+        raise UsageError(_ambiguous(text, ids))
     if ids:
         return ids
     if slash:

@@ -304,10 +304,7 @@ def _is_of_logger(pid: int) -> bool:
 
 
 def end_program_processes(children: Collection[int]) -> int:
-    """Kill the ``program_processes``, orphans included; return how many were running at first.
-
-    ``children``: those of ``reap_orphans``.
-    """
+    """Kill the ``program_processes``, orphans (``reap_orphans``) included; return how many there were."""
     first = left = program_processes()
     deadline = time.monotonic() + _END_LIMIT_S
     while left and time.monotonic() < deadline:

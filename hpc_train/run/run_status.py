@@ -155,10 +155,7 @@ def extensions(paths: RunPaths) -> list[str]:
 
 
 def extension_words(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return label and text of the run that this one extends, and of those that extend it.
-
-    ``facts``: ``run_facts`` of the run.
-    """
+    """Return label and text of the run that this one (``run_facts``) extends, and of its extensions."""
     old = facts.get("extends")
     words = [("extends", f"{old.get('run')} from step {old.get('step')}")] if old else []
     return words + [("extended by", name) for name in facts.get("extended_by") or ()]

@@ -112,10 +112,7 @@ def error_words(error: OSError, path: Path | None = None) -> str:
 
 
 def error_clauses(error: BaseException | None) -> str:
-    """Return clauses for the end of a traceback: the owner of the refused path, the reached limit.
-
-    Empty for errors of other kinds.
-    """
+    """Return clauses for a traceback's end: the refused path's owner, the reached limit; may be empty."""
     refused = error
     while refused is not None:
         if isinstance(refused, PermissionError) and (path := _path_of(refused)) is not None:

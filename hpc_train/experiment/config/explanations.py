@@ -92,10 +92,8 @@ def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
             failed.add(meant)
         if _is_unknown(problem):
             # The first part that is not in the schema, which may wrap the key.
-            end = next(
-                end for end in range(1, len(path) + 1) if node_at(path[:end]) is None or end == len(path)
-            )
-            failed.add(path[:end])
+            ends = range(1, len(path) + 1)
+            failed.add(path[: next(end for end in ends if node_at(path[:end]) is None or end == len(path))])
         if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in keys.value_at(data, path[:-1])):
             failed.add(path[:-1])
     return failed
@@ -148,10 +146,7 @@ def _given_at(data: Any, path: KeyPath) -> Any:
 
 
 def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
-    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key.
-
-    ``node``: of the schema that ``loc`` starts from.
-    """
+    """Return ``loc``, below ``node``, without the segments that pydantic appends after unions and keys."""
     path: KeyPath = ()
     for segment in loc:
         mapping = as_mapping(node) if node else None

@@ -132,9 +132,7 @@ class Source:
         return ProblemLine(text, problem.code, dotted(problem.path))
 
     def render_all(self, problems: Iterable[Problem]) -> list[str]:
-        """Return the lines in file order without duplicates; after ``MAX_PROBLEMS``, a line that says there
-        are more.
-        """
+        """Return the lines in file order, each once; after ``MAX_PROBLEMS`` one that there are more."""
         ordered = sorted(problems, key=self.place)
         lines = list(dict.fromkeys(self.render(problem) for problem in ordered[: 2 * MAX_PROBLEMS]))
         if len(lines) <= MAX_PROBLEMS:
@@ -152,10 +150,7 @@ class Source:
 def unknown_argument_problem(
     section: KeyPath, owner: str, name: str, known: Sequence[str], meant: str | None = None
 ) -> Problem:
-    """Return the problem with an argument in ``section`` that ``owner`` does not take.
-
-    ``meant``: the argument that other tools call so.
-    """
+    """Return the problem with an argument that ``owner`` does not take. ``meant``: by other tools' names."""
     hint = meant if meant in known else nearest(name, known)
     takes = f"{shortened(owner)} takes {', '.join(known) or 'none'}"
     remedy = f"did you mean {hint!r}?" if hint else f"take it out; {takes}"

@@ -190,9 +190,8 @@ def completed(path: KeyPath, section: dict[str, Any]) -> dict[str, Any]:
     missing = {key: mapping["properties"][key]["examples"][0] for key in needed if key not in section}
     if "mode" in missing:
         missing["mode"] = usual_mode(str((missing | section).get("metric"))) or missing["mode"]
-    return {
-        key: (missing | section)[key] for key in [*needed, *(key for key in section if key not in needed)]
-    }
+    whole = missing | section
+    return {key: whole[key] for key in dict.fromkeys([*needed, *section])}
 
 
 def usual_mode(metric: str) -> str | None:

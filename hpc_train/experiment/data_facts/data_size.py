@@ -143,6 +143,5 @@ def _images_by_folder(folder: Path) -> Iterator[list[str]]:
     """Yield the paths of the images in ``folder`` and in each folder below it, without hidden files."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield [
-            f"{parent}/{name}" for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "."
-        ]
+        visible = (name for name in names if name[0] != ".")
+        yield [f"{parent}/{name}" for name in visible if name.lower().endswith(IMAGE_EXTENSIONS)]

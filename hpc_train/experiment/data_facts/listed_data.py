@@ -299,10 +299,7 @@ class IndexHeader(StoredFields):
 
 
 def index_header(path: Path) -> tuple[IndexHeader, int] | None:
-    """Return the header of an index and the offset of its arrays. None if it is missing or damaged.
-
-    Raises OSError.
-    """
+    """Return an index's header and the offset of its arrays; None without a valid one. Raises OSError."""
     if not path.is_file():  # a pipe would block
         return None
     try:

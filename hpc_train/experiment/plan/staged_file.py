@@ -253,10 +253,8 @@ def _shape_problems(entries: Any, path: Path) -> Iterator[Problem]:
 def _section_problems(place: KeyPath, entry: Mapping[str, Any]) -> Iterator[Problem]:
     programs = [key for key in (EXPORT, EVALUATE) if key in entry]
     if len(programs) > 1:
-        remedy = "write two stages, one of each"
-        yield Problem(
-            (*place, EVALUATE), f"is in the stage of {EXPORT}", remedy, on_key=True, code="stages.two"
-        )
+        message, remedy = f"is in the stage of {EXPORT}", "write two stages, one of each"
+        yield Problem((*place, EVALUATE), message, remedy, on_key=True, code="stages.two")
     others = [key for key in entry if key not in {*programs, *_SHARED, "recovery", "logging"}]
     if programs and others:
         message = f"has no effect in a stage of {programs[0]}"

@@ -152,9 +152,8 @@ def _grid(sweep: SweepConfig) -> Iterator[Combination]:
 
 def _drawn(sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None) -> Iterator[Combination]:
     if sweep.search is not None:
-        drawn: Iterator[Mapping[str, Any]] = iter(
-            examples(sweep.search.parameters) if trials is None else trials
-        )
+        proposed = examples(sweep.search.parameters) if trials is None else trials
+        drawn: Iterator[Mapping[str, Any]] = iter(proposed)
     else:
         drawn = draws(sweep.random) if sweep.random else iter([{}])
     place = sweep_sections.parameters_place(sweep)

@@ -212,9 +212,7 @@ def lora_is_not_fp8(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("compile.graphs", "compile", "parallel.strategy")
 def graphs_have_fixed_addresses(experiment: Experiment) -> Iterator[Problem]:
-    """CUDA graphs exclude sharded parameters: their inputs would move, or their results be overwritten
-    before their backward.
-    """
+    """CUDA graphs exclude sharded parameters, whose tensors move or are overwritten before the backward."""
     mode, strategy = experiment.compile.mode, experiment.parallel.strategy
     replays_graphs = experiment.compile.enabled and mode in {"reduce-overhead", "max-autotune"}
     if replays_graphs and _traits(experiment).shards_parameters:

@@ -110,9 +110,8 @@ def _misfits(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
         message = f"{stages} stages need a block each, and {name} can be cut into {most}"
         possible = [*range(2, most // stages_of_rank + 1)]
         if not possible and degrees.pipeline <= most:
-            yield _Misfit(
-                ("parallel", "schedule"), message, otherwise="write 1f1b, which has one stage per rank"
-            )
+            otherwise = "write 1f1b, which has one stage per rank"
+            yield _Misfit(("parallel", "schedule"), message, otherwise=otherwise)
         else:
             yield _Misfit(("parallel", "pipeline"), message, possible)
 

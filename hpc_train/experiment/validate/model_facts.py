@@ -110,9 +110,7 @@ _refusals: dict[tuple[str, frozenset[str]], str | None] = {}
 
 @cache
 def _answer(question: str | None) -> dict[str, Any]:
-    """Return the facts about a model, ``[name, args]`` in JSON, or those of ``tensors``; if None, the
-    available names.
-    """
+    """Return the facts about a model, or the answer of ``tensors``; if None, the available names."""
     versions = [f"{package} {_version(package)}" for package in _PACKAGES]
     digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
     file = cache_folder() / f"names-{digest[:20]}.json"

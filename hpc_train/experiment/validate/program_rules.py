@@ -201,9 +201,8 @@ def arguments_can_be_rendered(job: Job) -> Iterator[Problem]:
         path: KeyPath = ("program", "args", name)
         if isinstance(value, dict):
             inner = next(iter(value), "key")
-            yield Problem(
-                path, "is a mapping, which no command line has", f"write the key {name}.{inner}: value"
-            )
+            remedy = f"write the key {name}.{inner}: value"
+            yield Problem(path, "is a mapping, which no command line has", remedy)
         elif isinstance(value, list):
             deep = (dict, list) if program.style != "key=value" else (dict,)
             if any(isinstance(item, deep) for item in value):

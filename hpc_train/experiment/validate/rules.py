@@ -64,9 +64,7 @@ def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: boo
 
 @lru_cache(maxsize=8)
 def _applicable(kind: type[Job], failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
-    """Return the rules for this kind of file that read no key of ``failed``, ordered by code; the same for
-    all runs of a sweep.
-    """
+    """Return the rules for this kind of file that read no key of ``failed``, ordered by code."""
     return [
         RULES[code]
         for code in sorted(RULES)
@@ -250,9 +248,8 @@ _TEXTS = (
 def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
     """Paths and text must not be empty or contain control characters."""
     wandb, container = experiment.logging.wandb, experiment.environment.container
-    texts: list[tuple[KeyPath, object]] = [
-        (tuple(key.split(".")), attrgetter(key)(experiment)) for key in _TEXTS
-    ]
+    texts: list[tuple[KeyPath, object]]
+    texts = [(tuple(key.split(".")), attrgetter(key)(experiment)) for key in _TEXTS]
     texts += [(("logging", "wandb", "tags", i), tag) for i, tag in enumerate(wandb.tags if wandb else [])]
     if container is not None:
         section: KeyPath = ("environment", "container")

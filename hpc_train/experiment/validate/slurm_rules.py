@@ -116,14 +116,12 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
 def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     """The product of the degrees must divide the number of ranks."""
     slurm, parallel = experiment.slurm, experiment.parallel
-    degrees = (parallel.shard, parallel.replicate, parallel.tensor, parallel.pipeline)
-    product = prod(degree or 1 for degree in degrees)
+    keys = ("shard", "replicate", "tensor", "pipeline")
+    product = prod(getattr(parallel, key) or 1 for key in keys)
     if slurm is None or (min_nodes(slurm) * ranks_on_each_node(slurm)) % product == 0:
         return
     ranks = min_nodes(slurm) * ranks_on_each_node(slurm)
-    key = next(
-        key for key in ("shard", "replicate", "tensor", "pipeline") if (getattr(parallel, key) or 1) > 1
-    )
+    key = next(key for key in keys if (getattr(parallel, key) or 1) > 1)
     yield Problem(
         ("parallel", key),
         f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks",

@@ -408,10 +408,7 @@ def nodes_of_ranks(
 
 
 def used_gpu_hours(paths: RunPaths, final: AttemptRecord) -> GpuHours | None:
-    """Return the GPU hours of the run's attempts up to ``final``, whose end is not on disk yet.
-
-    None if the run has no budget, or no GPUs.
-    """
+    """Return the run's GPU hours up to ``final``, not on disk yet; None without a budget or GPUs."""
     budget, gpus_per_node = _gpu_budget(paths, final.attempt)
     if not budget or not gpus_per_node:
         return None

@@ -282,9 +282,7 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
 
 
 def _checked_nodes(job: BatchJob, allocated: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes for the ranks. Raises WrongNodeError if the run excludes one of them; only a limited
-    number of times.
-    """
+    """Return the ranks' nodes. Raises WrongNodeError, a few times, if the run excludes one of them."""
     nodes = history.nodes_to_exclude(job.paths)
     hosts = allocated
     if NUM_NODES in environ:

@@ -57,10 +57,7 @@ class Subject:
 
 
 def check(request: CheckRequest) -> list[Finding]:
-    """Return the findings on the cluster, and on the file's request.
-
-    Raises NoSchedulerError if there is no Slurm here.
-    """
+    """Return the findings on the cluster and the file's request. Raises NoSchedulerError without Slurm."""
     try:
         subject = _subject(request)
     except (commands.NoAnswerError, commands.RefusedError) as error:
@@ -230,9 +227,8 @@ def grace(subject: Subject) -> Iterator[Finding]:
         source = f"scontrol show partition {partition.name}"
         grace_s = _grace_s(partition, subject.facts)
         is_measured = subject.longest_save_s is not None
-        save = (
-            f"the longest save so far took {subject.save_s:.1f} s" if is_measured else "a save may take 10 s"
-        )
+        save = f"the longest save so far took {subject.save_s:.1f} s"
+        save = save if is_measured else "a save may take 10 s"
         setting = partition.values.get("GraceTime", "0")
         label = f"partition {partition.name}: GraceTime = {setting} s"
         label += f", so KillWait's {grace_s} s count" if setting == "0" else ""

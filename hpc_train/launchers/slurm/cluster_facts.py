@@ -360,9 +360,8 @@ class Allocation:
             key = "slurm.cpus_per_gpu" if slurm.cpus_per_gpu else "slurm.ranks_per_node"
             ranks = counted(ranks_on_each_node(slurm), "rank")
             message = f"{ranks} per node need {cores} cores, job {job} has {least.cpus}"
-            problems.append(
-                KeyProblem(key, message, f"write less, or allocate more cores: salloc -c {cores}")
-            )
+            remedy = f"write less, or allocate more cores: salloc -c {cores}"
+            problems.append(KeyProblem(key, message, remedy))
         if slurm.mem_gb is not None and 0 < least.mem_mb < slurm.mem_gb * 1024:
             message = f"{slurm.mem_gb} exceeds the {least.mem_mb / 1024:.1f} GB per node of job {job}"
             remedy = f"write less, or allocate more: salloc --mem={slurm.mem_gb}G"

@@ -191,9 +191,8 @@ def cluster_name() -> str | None:
 
 @cache
 def _cluster_name() -> str:
-    names = set(
-        re.findall(r"^ClusterName\s*=\s*(\S+)", run(["scontrol", "show", "config"], limit_s=30.0), re.M)
-    )
+    shown = run(["scontrol", "show", "config"], limit_s=30.0)
+    names = set(re.findall(r"^ClusterName\s*=\s*(\S+)", shown, re.M))
     if len(names) != 1 or "(null)" in names:  # none, or several clusters in SLURM_CLUSTERS
         raise NoAnswerError("`scontrol show config` names no cluster, or several")
     return str(names.pop()).lower()

@@ -122,9 +122,8 @@ def slurm_of(experiment: Job) -> SlurmConfig | None:
 
 def folders() -> list[Path]:
     """Return the folders of profiles: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the package's."""
-    from_environment = [
-        Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part
-    ]
+    parts = os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep)
+    from_environment = [Path(part) for part in parts if part]
     usual = [platformdirs.user_config_path("hpc-train") / "profiles", Path("/etc/hpc-train/profiles")]
     return [path.expanduser().absolute() for path in (*from_environment, *usual, TEMPLATES / "profiles")]
 

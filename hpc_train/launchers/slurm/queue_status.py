@@ -258,9 +258,7 @@ def _starting(folder: Folder, job: JobState, submissions: Submissions) -> str:
 
 
 def output_without_logs(paths: RunPaths) -> Path | None:
-    """Return the output file of the newest job's batch script, and print a note, if no rank has written a
-    log.
-    """
+    """Return the batch script's output file of the newest job, with a note, if no rank has a log."""
     record = newest_record(paths)
     job, _ = newest_key(paths, record) or (None, None)
     has_logs = paths.attempt(newest_number(paths)).files_of_ranks(".log")
@@ -275,9 +273,8 @@ def output_without_logs(paths: RunPaths) -> Path | None:
 def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     status = folder.status
     if status.state != "requeued":
-        status = _correct(
-            folder, replace(status, state="requeued", reason=_requeue_reason(folder, submissions))
-        )
+        reason = _requeue_reason(folder, submissions)
+        status = _correct(folder, replace(status, state="requeued", reason=reason))
     if status.state != "requeued":
         return status
     if job.is_waiting:
@@ -290,9 +287,7 @@ def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
 
 
 def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
-    """Return the reason if the batch script could not record it: by the attempt's record, or its ranks'
-    files.
-    """
+    """Return the reason that the batch script could not record: by the record, or the ranks' files."""
     if folder.status.state not in GOING_ON:
         return f"requeued by hand after {folder.status.reason or folder.status.state}"
     record = folder.record
@@ -412,7 +407,5 @@ class SlurmBase:
         return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
 
     def output(self, paths: RunPaths) -> Path | None:
-        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
-        log.
-        """
+        """Return the newest job's batch script output, with a note, if no rank has written a log."""
         return output_without_logs(paths)

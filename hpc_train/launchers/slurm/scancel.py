@@ -95,9 +95,7 @@ def _end_jobs(folders: Sequence[Folder]) -> None:
     states = ended = _ask(folders)
     living = [folder for folder in folders if _is_living(folder, states)]
     # A run that has ended is not changed because the job continues with other runs.
-    living = [
-        folder for folder in living if folder.status.state in GOING_ON or not _has_active_neighbors(folder)
-    ]
+    living = [one for one in living if one.status.state in GOING_ON or not _has_active_neighbors(one)]
     for folder in living:
         with suppress(OSError):  # the disk is full, or can't be written
             mark_cancelled(folder.paths)

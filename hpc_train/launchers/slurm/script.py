@@ -95,9 +95,8 @@ def batch(
     profile = profiles.find(slurm.profile, problem)
     experiment = profile.applied(experiment)
     folder = Path.cwd()
-    _refuse_paths(
-        submission, snapshot, folder, search_path, in_container=bool(experiment.environment.container)
-    )
+    has_container = experiment.environment.container is not None
+    _refuse_paths(submission, snapshot, folder, search_path, in_container=has_container)
     folders = (submission.parents[2], folder)
     python = python_command(experiment, profile, folders)
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
@@ -204,11 +203,8 @@ def _setup(
 
 def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
     """Return the profile's values for the templates."""
-    return {
-        "name": slurm.profile,
-        "lines": profile.setup,
-        "module_init": _expanded(profile.module_init or ""),
-    }
+    init = _expanded(profile.module_init or "")
+    return {"name": slurm.profile, "lines": profile.setup, "module_init": init}
 
 
 def rendered(template: str, values: Mapping[str, Any]) -> list[str]:

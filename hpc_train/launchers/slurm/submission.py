@@ -169,9 +169,7 @@ def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submissio
 def without_job(
     folder: ExperimentPaths, run_ids: Collection[str]
 ) -> list[tuple[SubmissionPaths, Submission]]:
-    """Return the submissions of some of these runs without a recorded job, except those that a command of
-    another host may continue.
-    """
+    """Return submissions of these runs without a job, except those another host may continue."""
     submissions = []
     for paths in folder.submission_folders():
         submission = read(paths)

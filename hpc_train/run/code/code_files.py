@@ -81,10 +81,7 @@ class Selection:
 
 
 def select(folder: Path, excluded: Sequence[Path]) -> Selection:
-    """Find the code around ``folder``, without ``excluded`` folders.
-
-    Raises UsageError if there is more than a snapshot may hold.
-    """
+    """Find the code around ``folder``, without ``excluded`` ones. Raises UsageError if it is too much."""
     tree = work_tree_around(folder)
     root = Path(os.path.realpath(folder)) if tree is None else tree.root
     selection = Selection(root, "" if tree is None else tree.folder)
@@ -111,10 +108,7 @@ def select(folder: Path, excluded: Sequence[Path]) -> Selection:
 
 
 def package_files() -> dict[str, Path]:
-    """Return the files of ``hpc_train`` itself by their path within the package's parent.
-
-    Excludes the recipes of ``init``, which no run reads.
-    """
+    """Return the files of ``hpc_train`` by path in its parent, without the recipes of ``init``."""
     package = str(Path(hpc_train.__file__).parent)
     above = len(package) - len("hpc_train")
     recipes = f"{package}/cli/examples"
@@ -130,10 +124,7 @@ def package_files() -> dict[str, Path]:
 
 
 def walk(folder: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk as ``os.walk`` does, in an eighth of ``Path.rglob``'s time.
-
-    Raises OSError for a folder that can't be listed.
-    """
+    """Walk as ``os.walk`` does, in an eighth of ``Path.rglob``'s time. Raises OSError, unlike it."""
 
     def fail(error: OSError) -> NoReturn:
         raise error

@@ -121,10 +121,7 @@ class Differences:
 
 
 def read(cwd: Path, exclude: Sequence[Path]) -> Code:
-    """Read ``hpc_train`` itself and the code around ``cwd``, nothing below ``exclude``.
-
-    Raises UsageError if it is too large.
-    """
+    """Read ``hpc_train`` and the code around ``cwd``, without ``exclude``. UsageError if too large."""
     for _ in range(_TRIES):
         selection = code_files.select(cwd, exclude)
         code = _read(selection)

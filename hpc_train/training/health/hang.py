@@ -1,7 +1,4 @@
-"""Determines the rank that made an attempt hang, as a pure function of the reports of all ranks.
-
-``watchdog`` collects the reports.
-"""
+"""Determines the rank that made an attempt hang, as a pure function of all ranks' reports."""
 
 from __future__ import annotations
 
