@@ -20,15 +20,7 @@ from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
 from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobKey, JobState
 from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
-from hpc_train.recovery.diagnosis import (
-    LESS_MEMORY,
-    Diagnosis,
-    JobEnd,
-    Stop,
-    diagnose_job,
-    diagnose_unexplained_job,
-    stop_reason,
-)
+from hpc_train.recovery.diagnosis import LESS_MEMORY, Diagnosis, Stop, diagnose_unexplained_job, stop_reason
 from hpc_train.recovery.history import diagnose_record, saved_step
 from hpc_train.run import attempts
 from hpc_train.run.attempts import AttemptRecord, newest_number
@@ -56,16 +48,20 @@ _ALIVE_S = 120.0
 
 #: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
 _SAVED_TOO_LATE = "TIMEOUT after a save"
-#: Slurm's state of a job that ended without a diagnosis in the folder → how it ended, and a remedy.
-_JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
-    "TIMEOUT": (JobEnd.TIME_LIMIT, "raise slurm.signal_lead_s"),
-    _SAVED_TOO_LATE: (JobEnd.SAVED_TOO_LATE, "raise slurm.signal_lead_s or slurm.time_limit"),
-    "DEADLINE": (JobEnd.DEADLINE, None),
-    "PREEMPTED": (JobEnd.PREEMPTED, None),
-    "OUT_OF_MEMORY": (JobEnd.OUT_OF_MEMORY, f"{MORE_MEMORY}; {LESS_MEMORY}"),
-    "NODE_FAIL": (JobEnd.NODE_FAILED, None),
-    "BOOT_FAIL": (JobEnd.NODE_NOT_STARTED, None),
-    FORGOTTEN: (JobEnd.FORGOTTEN, None),
+#: Slurm's state of a job that ended without a diagnosis in the folder → cause and reason.
+_JOB_ENDS = {
+    "TIMEOUT": ("time limit", "time limit reached before a save was done; raise slurm.signal_lead_s"),
+    _SAVED_TOO_LATE: (
+        "time limit",
+        "time limit reached: its ranks saved, but too late to be requeued;"
+        " raise slurm.signal_lead_s or slurm.time_limit",
+    ),
+    "DEADLINE": ("time limit", "the job's deadline has passed"),
+    "PREEMPTED": ("preemption", "preempted, and this site does not requeue what it preempts"),
+    "OUT_OF_MEMORY": ("crash", f"out of memory; {MORE_MEMORY}; {LESS_MEMORY}"),
+    "NODE_FAIL": ("lost", "a node failed, and Slurm did not requeue the job"),
+    "BOOT_FAIL": ("lost", "a node did not start"),
+    FORGOTTEN: ("lost", "the job is gone, and Slurm has forgotten how it ended"),
 }
 
 
@@ -351,8 +347,8 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
     has_saved = has_begun and folder.record is not None and "saved" in folder.record.events
     state = _SAVED_TOO_LATE if job.state == "TIMEOUT" and has_saved else job.state
     if state in _JOB_ENDS:
-        end, remedy = _JOB_ENDS[state]
-        return diagnose_job(job.job, end, "Slurm", remedy)
+        cause, reason = _JOB_ENDS[state]
+        return Diagnosis(cause, f"job {job.job}: {reason}")
     code, _, signal = (job.exit_code or "").partition(":")
     if signal == _NO_OUTPUT_FILE:
         where = f"{job.nodes or 'a node'} can't write into {folder.paths.siblings.submissions}"
