@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import re
 import secrets
 import shutil
@@ -165,13 +166,13 @@ def hash_file(path: Path) -> str:
         return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
-def newest_attempt(paths: RunPaths) -> int:
-    """Return the number of the attempt that owns the run; 0 before the first.
+def newest_attempt(paths: RunPaths, before: float = math.inf) -> int:
+    """Return the number of the attempt that owns the run, or did before attempt ``before``; 0 if none.
 
     This is the last one with a record: an attempt that ended before it wrote one never began, and must not
     invalidate what the previous one saved.
     """
-    attempts = paths.attempt_folders()
+    attempts = [attempt for attempt in paths.attempt_folders() if attempt.number < before]
     began = [attempt for attempt in attempts if attempt.record.is_file()]
     return max((attempt.number for attempt in began or attempts), default=0)
 
@@ -280,15 +281,13 @@ def _folders(paths: RunPaths) -> list[CheckpointPaths]:
     return [folder for folder in folders if folder == paths.checkpoint(folder.step)]
 
 
-def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
-    """Return the checkpoints to list in a new attempt's ``attempt.json``: those valid for the previous one.
+def listing(paths: RunPaths, attempt: float = math.inf) -> list[str]:
+    """Return the checkpoints to list in the new ``attempt``'s record: those valid for the previous one.
 
-    Call it before that record is written. ``attempt`` is the number of the new one; optional.
+    Call it before that record is written.
     """
-    earlier = [folder for folder in paths.attempt_folders() if attempt is None or folder.number < attempt]
-    began = [folder for folder in earlier if folder.record.is_file()]
-    before = max((folder.number for folder in began or earlier), default=0)
-    return [checkpoint.folder.name for checkpoint in committed(paths, before)]
+    earlier = newest_attempt(paths, before=attempt)
+    return [checkpoint.folder.name for checkpoint in committed(paths, earlier)]
 
 
 def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[str]:

@@ -48,14 +48,14 @@ _ALIVE_S = 120.0
 
 #: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
 _SAVED_TOO_LATE = "TIMEOUT after a save"
+_TOO_LATE = (
+    "time limit reached: its ranks saved, but too late to be requeued; raise slurm.signal_lead_s or "
+    "slurm.time_limit"
+)
 #: Slurm's state of a job that ended without a diagnosis in the folder → cause and reason.
 _JOB_ENDS = {
     "TIMEOUT": ("time limit", "time limit reached before a save was done; raise slurm.signal_lead_s"),
-    _SAVED_TOO_LATE: (
-        "time limit",
-        "time limit reached: its ranks saved, but too late to be requeued;"
-        " raise slurm.signal_lead_s or slurm.time_limit",
-    ),
+    _SAVED_TOO_LATE: ("time limit", _TOO_LATE),
     "DEADLINE": ("time limit", "the job's deadline has passed"),
     "PREEMPTED": ("preemption", "preempted, and this site does not requeue what it preempts"),
     "OUT_OF_MEMORY": ("crash", f"out of memory; {MORE_MEMORY}; {LESS_MEMORY}"),
