@@ -201,7 +201,6 @@ def _cancel(paths: RunPaths) -> bool:
 
 
 def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
-    """Print who can end the attempt if this process can't."""
     if record.launcher not in {None, LOCAL}:
         return f"launcher {record.launcher} has it and can't be asked to end it; end it there"
     process = record.launcher_process

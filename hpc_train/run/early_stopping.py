@@ -72,7 +72,6 @@ class MedianRule:
         )
 
     def _others(self, step: int) -> Iterator[float]:
-        """Yield the best value by ``step`` of up to ``MAX_RUNS`` other runs that have reached it."""
         folders = sorted(
             self.paths.siblings.folder.iterdir()
         )  # names are hashes: the first are as good as any

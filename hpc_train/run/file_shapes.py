@@ -184,7 +184,6 @@ def _default(part: Field[Any], hint: Any) -> Any:
 
 
 def _reader(hint: Any) -> Callable[[object], Any]:
-    """Return a function of a JSON value that returns the field's value, or ``_WRONG``."""
     if hint is Path:
         return lambda value: Path(value) if type(value) is str else _WRONG
     nested = next((member for member in get_args(hint) if is_dataclass(member)), None)

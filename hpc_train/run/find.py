@@ -161,7 +161,6 @@ def is_readable(paths: RunPaths) -> bool:
 
 
 def _may(path: Path | str, mode: int) -> bool:
-    """Return True if this process's effective user may access the file in this way, if there is one."""
     if os.access(path, mode, effective_ids=True):
         return True
     try:
@@ -203,7 +202,6 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
 
 
 def _latest(word: str, runs: Sequence[RunPaths], place: int) -> RunPaths:
-    """Return the run that started last, or with ``place`` 2 the one before it."""
     if place > len(runs):
         there = f"there are only {counted(len(runs), 'run')}" if runs else "there are no runs yet"
         raise UsageError(f"{word}: {there} below {runs_root()}; `hpc-train submit FILE` starts some")

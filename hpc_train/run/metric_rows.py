@@ -200,7 +200,6 @@ class MetricsFile(GrowingFile):
 
 
 def _first_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the lines in the next ``size`` bytes."""
     for line in file if size > 0 else ():
         yield line
         size -= len(line)

@@ -161,7 +161,6 @@ def _used_up(path: Path) -> str:
 
 
 def _owner_words(path: Path) -> str:
-    """Return the file or folder that refuses this user, with its owner and mode."""
     there, is_forbidden = _refusing(path)
     try:
         status = there.stat()

@@ -150,7 +150,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _variable(error: BaseException) -> str | None:
-    """Return the variable that ``error`` names, or whose value it quotes."""
     for name, value in os.environ.items():
         if not value or not name.startswith(_READ_BY_LIBRARIES):
             continue

@@ -242,7 +242,6 @@ def split_key(text: str) -> KeyPath:
 
 
 def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | None:
-    """Return the node below the first of ``segments``."""
     segment = segments[0]
     if node is None:
         return None

@@ -120,7 +120,6 @@ def _is_wrapper(path: KeyPath, data: Mapping[str, Any]) -> bool:
 
 
 def _message(path: KeyPath) -> str:
-    """Return the message: an argument is in the wrong place, another key unknown."""
     meant = meant_path(path)
     if meant is None or meant[:-1] != (*path[:-1], "args"):
         return "unknown key"
@@ -229,7 +228,6 @@ def _converted_section(target: KeyPath, value: dict[str, Any]) -> dict[str, Any]
 
 
 def _section_beside(path: KeyPath, section: KeyPath, data: Mapping[str, Any]) -> tuple[KeyPath, Any]:
-    """Return a section beside the key and its value, with all keys beside it that belong there."""
     existing = value_at(data, section)
     merged = dict(existing) if isinstance(existing, dict) else {}
     for key, value in value_at(data, path[:-1]).items():
@@ -341,7 +339,6 @@ def _distribution(value: Mapping[str, Any]) -> Any:
 
 
 def _swept_key(name: str) -> str | None:
-    """Return the dotted key of the file that a sweep can vary; None if there is none."""
     try:
         path: KeyPath | None = split_key(name)
     except BadKeyError as error:

@@ -262,8 +262,6 @@ def _sampled(path: Path) -> bytes:
 
 
 class _Entry(StoredFields):
-    """A shard, as the index lists it."""
-
     file: Annotated[str, Field(pattern=r"^[^./][^/]*$")]
     tokens: StoredCount
     documents: StoredCount
@@ -271,8 +269,6 @@ class _Entry(StoredFields):
 
 
 class _Index(StoredFields):
-    """The content of ``index.json``."""
-
     dtype: RawDtype
     vocabulary_size: StoredCount
     tokenizer: str

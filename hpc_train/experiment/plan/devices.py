@@ -234,7 +234,6 @@ def device_here(device: str, ranks: int) -> Device:
 
 
 def _local_gpu() -> Device | None:
-    """Return the smallest GPU of this machine; None if there is none."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]

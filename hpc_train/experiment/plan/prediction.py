@@ -121,8 +121,6 @@ def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device
 
 
 class _Answers:
-    """Sends each question once, and none after ``_TOTAL_S``."""
-
     def __init__(self, child: Child) -> None:
         self._child = child
         self._known: dict[str, _Answer] = {}

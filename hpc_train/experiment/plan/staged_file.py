@@ -218,7 +218,6 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _merged(rest: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rest`` with the keys of ``section``; sections are merged, null removes a key."""
     result = dict(rest)
     for key, value in section.items():
         before = result.get(key)

@@ -81,7 +81,6 @@ def id_of(loaded: Loaded, values: Mapping[str, Any]) -> str | None:
 
 
 def _scaled_by(keys: Iterable[str]) -> list[KeyPath]:
-    """Return the swept keys that only change the size of the job."""
     return sorted(path for key in keys if (path := split_key(key)) in SCALING)
 
 
@@ -209,7 +208,6 @@ def examples(parameters: Mapping[str, Distribution]) -> Iterator[dict[str, Any]]
 
 
 def _hash(*parts: Any) -> int:
-    """Return a number of ``_BITS`` bits."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
 

@@ -175,7 +175,6 @@ def _content(path: Path) -> bytes:
 
 
 def _as_yaml(content: Mapping[str, Any]) -> bytes:
-    """Return a mapping as JSON, which is YAML."""
     try:
         return json.dumps(dict(content), ensure_ascii=False).encode(errors="surrogatepass")
     except (TypeError, ValueError) as error:
@@ -269,7 +268,6 @@ def _without(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    """Return the data without the key, which may be missing."""
     key, rest = path[0], path[1:]
     if not rest:
         return {name: value for name, value in data.items() if name != key}
@@ -279,7 +277,6 @@ def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def _stand_in(node: Node) -> Any:
-    """Return some value that is valid at ``node``."""
     first = members(node)[0]
     match first["type"]:
         case "object":
@@ -344,7 +341,6 @@ def with_unindented_sections(
 
 
 def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the keys without a value that are mappings in the schema."""
     for key, value in data.items():
         below = (*path, key)
         if isinstance(value, dict):

@@ -35,7 +35,6 @@ def tracking_uri_is_usable(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _problem(uri: str) -> tuple[str, str] | None:
-    """Return the problem with the URI, without repeating a secret, and the remedy."""
     if not is_clean(uri) or " " in uri:
         return "has a blank, a control character or a line break", "take it out"
     try:

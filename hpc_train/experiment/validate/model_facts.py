@@ -146,7 +146,6 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _ask(question: str | None) -> dict[str, Any]:
-    """Return the child's answer; empty if there is none in time."""
     function, arguments = (_NAMES, []) if question is None else (_FACTS, json.loads(question))
     if isinstance(arguments, dict):
         function, arguments = _TENSORS, arguments["tensors"]

@@ -152,7 +152,6 @@ def lacking_arguments(optimizer: OptimizerConfig, accepted: Collection[str]) -> 
 
 
 def _unusable_values(optimizer: OptimizerConfig) -> Iterator[Problem]:
-    """Yield the problems with values that no optimizer accepts."""
     for argument, value in optimizer.args.items():
         path = (*_ARGS, argument)
         if argument in _SWITCHES and not isinstance(value, bool | None):

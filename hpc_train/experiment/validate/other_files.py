@@ -67,7 +67,6 @@ def _yaml_files(folder: Path) -> list[str]:
 
 
 def _is_run(word: str) -> bool:
-    """Return True if an experiment, or the ids of runs, begin with the word."""
     if not word.isprintable() or word in {"", ".", ".."}:
         return False
     root = runs_root()

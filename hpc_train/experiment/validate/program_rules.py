@@ -186,7 +186,6 @@ def _home(match: re.Match[str]) -> str:
 
 
 def _without_options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the words from the first one that begins a command, such as python."""
     start = next(
         (n for n, word in enumerate(arguments) if word in _COMMANDS or word.endswith((".py", ".sh"))), None
     )

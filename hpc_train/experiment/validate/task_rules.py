@@ -152,7 +152,6 @@ def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, st
 
 
 def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the metrics of evaluations on which the run itself decides."""
     for path, metric, _ in _modes(experiment):
         if path[0] != "sweep":
             yield (*path, "metric"), metric

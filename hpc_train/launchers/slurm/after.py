@@ -284,7 +284,6 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
 def _ended_record(
     paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
 ) -> AttemptRecord:
-    """Return the record of the ended attempt, before its budget was checked."""
     return replace(
         record,
         end=now(),
@@ -300,7 +299,6 @@ def _ended_record(
 
 
 def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> RunStatus:
-    """Write how the attempt and the run ended, as far as the disk has room; return the run's status."""
     requeue = {"requeue": now_ms()} if diagnosis.state == "requeued" else {}
     final = replace(final, reason=diagnosis.reason, events=final.events | requeue)
     with _reporting_errors(paths):

@@ -186,7 +186,6 @@ class AllocationLauncher(SlurmBase):
 def _batch(
     submission: SubmissionPaths, run: StartRequest, allocation: Allocation, nodes: Sequence[str]
 ) -> Batch:
-    """Return the batch script of a job with these nodes, whose srun uses them in the user's job."""
     from hpc_train.experiment.validate.slurm_rules import ranks_on_each_node
     from hpc_train.launchers.slurm import script
     from hpc_train.launchers.slurm.profiles import slurm_of
@@ -292,7 +291,6 @@ class _Follower:
         return self._end(exit_code(child, block=True) or 0, log)
 
     def _environment(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Return this command's environment with Slurm's variables of a job with these nodes."""
         from hpc_train.launchers.slurm import script
 
         sizes = {name: value for argument in self.batch.parameters["srun_args"]
@@ -422,7 +420,6 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
 
 
 def _submitter(paths: RunPaths) -> Process | None:
-    """Return the command that has started the run, before its attempt begins."""
     submissions = (steps.read(submission) for submission in paths.siblings.submission_folders())
     of_run = [one for one in submissions if one is not None and one.runs == [paths.folder.name]]
     return max(of_run, key=lambda one: one.created).creator if of_run else None

@@ -151,7 +151,6 @@ def _full_disks(paths: RunPaths) -> Iterator[None]:
 
 
 def _write_status(paths: RunPaths, state: str, reason: str) -> RunStatus:
-    """Write the run's status, if the disk has room for it; return it."""
     status = replace(read_status(paths), state=state, reason=one_line(reason))
     with suppress(OSError):
         write_status(paths, status)

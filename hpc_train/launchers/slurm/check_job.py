@@ -163,7 +163,6 @@ def _submit(job: CheckJob, experiment: Job | None, slurm: SlurmConfig, profile: 
 
 
 def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
-    """Return the options of sbatch: the file's, for one task per node that needs little."""
     options = {key: getattr(slurm, key) or getattr(profile.defaults, key) for key in _KEYS}
     more = {
         key.replace("_", "-"): value

@@ -394,7 +394,6 @@ def _short_times(job: _Job) -> list[str]:
 
 
 def _description(record: Submission) -> str:
-    """Return ``job 12: an array of 6 runs, 2 at a time``."""
     count = len(record.runs)
     if count == 1:
         return f"job {record.job_id}: run {record.runs[0]}"
@@ -435,7 +434,6 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
 
 
 def _pending_reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
-    """Return why the jobs wait, once Slurm has evaluated them, or after a while."""
     reasons_by_job: dict[str, set[str]] = {}
     for look in range(_REASON_LOOKS if job_ids else 0):
         time.sleep(_REASON_PAUSE_S * (look > 0))

@@ -310,7 +310,6 @@ def too_many_slots(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem
 
 
 def _room(slurm: SlurmConfig, node: Node) -> int:
-    """Return the number of runs for which a node has the cores, the GPUs and the memory."""
     room = [node.cpus // cpus_per_node(slurm)]
     if slurm.gpus_per_node:
         gpus = node.gpus.get((slurm.gpu_type or "").lower()) or sum(node.gpus.values())

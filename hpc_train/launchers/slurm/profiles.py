@@ -191,7 +191,6 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
 
 
 def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
-    """Return ``loc`` as far as the schema knows it, and its node."""
     path: KeyPath = ()
     node = schema
     for segment in loc:

@@ -142,7 +142,6 @@ def ask(
 
 
 def _here(keys: Iterable[JobKey], cluster: str | None) -> set[str]:
-    """Return the ids of the jobs that may be this cluster's."""
     return {job for job, home in keys if None in {home, cluster} or home == cluster}
 
 
@@ -369,7 +368,6 @@ def waiting_words(job: JobState) -> str:
 
 
 def _local_time(utc: str | None) -> str | None:
-    """Return the local time, with the date if it is not today."""
     if utc is None:
         return None
     time = datetime.fromisoformat(utc).astimezone()

@@ -247,7 +247,6 @@ def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunSt
 
 
 def _starting(folder: Folder, job: JobState, submissions: Submissions) -> str:
-    """Return the reason of a run that has not begun in its running job."""
     if submissions.neighbors(folder.paths, job.job):
         return f"waits for a slot of job {job.job}"
     return f"starting on {job.nodes}" if job.nodes else "starting"
@@ -360,7 +359,6 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
 
 
 def _exit_words(code: str, signal: str) -> str:
-    """Return how a batch script ended, as a suffix of a message."""
     if signal not in {"", "0"}:
         return f", signal {signal}"
     reason = ": its disk is full, or can't be written" if code == str(int(ExitCode.IO)) else ""

@@ -400,7 +400,6 @@ class Submissions:
         return max(existing, key=lambda path: path.stat().st_mtime) if existing else None
 
     def _of(self, paths: RunPaths, job: str) -> list[tuple[SubmissionPaths, dict[str, Any]]]:
-        """Return the submissions that made the job, with their records."""
         folder = paths.siblings
         if folder.folder not in self._known:
             by_job = self._known.setdefault(folder.folder, {})

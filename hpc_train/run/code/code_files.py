@@ -159,7 +159,6 @@ def _signature(seen: os.stat_result | None) -> tuple[int, int, int] | None:
 
 
 def _relative(path: Path, root: Path) -> str | None:
-    """Return ``path`` relative to ``root``, empty for the root; None if outside."""
     if not path.is_relative_to(root):
         return None
     relative = str(path.relative_to(root))
@@ -354,7 +353,6 @@ def _escaped(folder: str) -> str:
 
 
 def _git(folder: Path, *arguments: str, limit_s: float = _ASK_LIMIT_S) -> bytes | None:
-    """Return git's output; None if it fails, is missing or does not answer in time."""
     # A repository's settings may name programs to run: any command that reads files starts fsmonitor.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     try:

@@ -83,7 +83,6 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def _kind(folder: Path, task: str | None) -> str | None:
-    """Return the data set that reads ``folder``, one of the task's; None if there is none."""
     kind = _kind_of_file(folder) if folder.is_file() else _kind_of_folder(folder)
     kinds = _KINDS.get(task or "", ())
     return kinds[0] if kinds and kind not in kinds else kind
@@ -120,7 +119,6 @@ def _kind_of_folder(folder: Path) -> str | None:
 
 
 def _segmentation_folder(root: Path) -> content.Survey:
-    """Return the content of ``root`` with train/images and train/masks."""
     val = root_layout.validation_folder(root)
     paths = image_paths(root / "train" / "images")
     images = content.sampled_images(paths, root / "train" / "images")
@@ -165,7 +163,6 @@ def _mask_values(masks: Sequence[str]) -> tuple[list[int], int]:
 
 
 def _mask_args(values: Sequence[int]) -> tuple[dict[str, Any], str]:
-    """Return ``data.args`` for these pixel values, and the reason."""
     numbers = [value for value in values if value != _VOID] or list(values)
     if max(numbers) < max(2, 2 * len(numbers)) and (len(numbers) > 1 or _VOID not in values):
         classes = max(2, max(numbers) + 1)
@@ -231,7 +228,6 @@ def _bad_boxes(document: Mapping[str, Any]) -> int:
 
 
 def _text(root: Path) -> content.Survey:
-    """Return the content of a text file, or of a folder of train.txt."""
     has_val_file = root.is_dir() and (root / "val.txt").is_file()
     file = root / "train.txt" if root.is_dir() else root
     length = _MAX_LENGTH
@@ -249,7 +245,6 @@ def _text(root: Path) -> content.Survey:
 
 
 def _tokens(root: Path) -> content.Survey:
-    """Return the content of a folder of texts to tokenize, or of files of tokens."""
     args: dict[str, Any] = {"sequence_length": _MAX_LENGTH}
     summary = "files of tokens, such as nanoGPT's"
     if has_text := any(path.suffix in (".jsonl", ".txt") for path in root.iterdir()):
