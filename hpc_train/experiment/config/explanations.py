@@ -173,11 +173,8 @@ def _example_for(path: KeyPath, data: dict[str, Any]) -> str | None:
     section = keys.value_at(data, path[:-1])
     named = section if isinstance(section, dict) else {}
     if path == ("data", "name"):
-        return (
-            "imagefolder"
-            if any(key == "root" or _means((*path[:-1], key), "root") for key in named)
-            else None
-        )
+        has_root = any(key == "root" or _means((*path[:-1], key), "root") for key in named)
+        return "imagefolder" if has_root else None
     if path[-1] != "mode":
         return None
     metrics = [named[key] for key in named if key == "metric" or _means((*path[:-1], key), "metric")]

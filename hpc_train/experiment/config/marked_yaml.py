@@ -207,13 +207,8 @@ class _Reading:
         next(self.events)
         more = next(self.events)
         if isinstance(more, yaml.DocumentStartEvent):
-            self._refuse(
-                "yaml.two-documents",
-                (),
-                more,
-                "a second document begins here",
-                "write one experiment per file",
-            )
+            message = "a second document begins here"
+            self._refuse("yaml.two-documents", (), more, message, "write one experiment per file")
         return data
 
     def _events(self) -> Iterator[yaml.Event]:

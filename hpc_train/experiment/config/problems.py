@@ -116,11 +116,9 @@ class Source:
         if path[:1] not in self.marks and path[:1] not in self.command_line:
             return line
         place = self.place(Problem(path, "", ""))
-        return (
-            f"command line: {line}"
-            if place == COMMAND_LINE
-            else f"{self.name}:{place.line}:{place.column}: {line}"
-        )
+        if place == COMMAND_LINE:
+            return f"command line: {line}"
+        return f"{self.name}:{place.line}:{place.column}: {line}"
 
     def render(self, problem: Problem) -> str:
         """Return ``exp.yaml:LINE:COL: key.path: what is wrong; what to write instead``, on one line."""

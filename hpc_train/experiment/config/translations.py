@@ -292,11 +292,9 @@ def _part_of_distribution(path: KeyPath, data: Mapping[str, Any]) -> str | None:
         distribution = {"choice": distribution}
     if distribution is None or path[-1] in distribution:
         return None
-    return (
-        _write(*next(((key,), item) for key, item in distribution.items()))
-        if path[-1] != "max"
-        else "take it out"
-    )
+    if path[-1] == "max":
+        return "take it out"
+    return _write(*next(((key,), item) for key, item in distribution.items()))
 
 
 def _swept_argument(name: str) -> str | None:

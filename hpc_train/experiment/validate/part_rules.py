@@ -53,12 +53,8 @@ def unlisted(path: KeyPath, provider: str, kind: str, name: str, names: Collecti
     spelling = {known.lower(): known for known in names}.get(name.lower())
     close = spelling or nearest(name, names) or nearest(name.lower(), names)
     example = _EXAMPLES.get((kind.split()[0], provider))
-    otherwise = (
-        f"write {example}, or another that {provider} lists"
-        if example
-        else f"write one that {provider} lists"
-    )
-    remedy = f"did you mean {provider}/{close}?" if close else otherwise
+    otherwise = f"{example}, or another" if example else "one"
+    remedy = f"did you mean {provider}/{close}?" if close else f"write {otherwise} that {provider} lists"
     return Problem(path, f"{provider} has no {kind} '{shortened(name)}'", remedy)
 
 

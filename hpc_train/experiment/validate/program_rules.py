@@ -244,11 +244,8 @@ def metrics_have_one_source(job: Job) -> Iterator[Problem]:
         return
     if "step" not in groups or len(groups) < 2:
         example = r"'step (?P<step>\d+).*loss (?P<loss>[-+.\deE]+|nan|inf)'"
-        yield Problem(
-            (*path, "regex"),
-            "needs the groups (?P<step>…) and at least one metric",
-            f"write one like {example}",
-        )
+        message = "needs the groups (?P<step>…) and at least one metric"
+        yield Problem((*path, "regex"), message, f"write one like {example}")
 
 
 @rule("program.auto-interval", "program", "checkpoint.every")

@@ -235,11 +235,8 @@ def _chosen(facts: ClusterFacts, name: str | None) -> Partition | None:
         return partition
     possible = [candidate for candidate in facts.partitions if candidate.is_up]
     possible.sort(key=lambda candidate: not candidate.is_default)
-    with_gpus = [
-        candidate
-        for candidate in possible
-        if _gpus([node.node for node in facts.nodes_of(candidate.name)])[1]
-    ]
+    nodes = [[node.node for node in facts.nodes_of(candidate.name)] for candidate in possible]
+    with_gpus = [candidate for candidate, of_it in zip(possible, nodes, strict=True) if _gpus(of_it)[1]]
     return next(iter([*with_gpus, *possible]), None)
 
 

@@ -265,11 +265,8 @@ def saves_s(folder: ExperimentPaths) -> list[float]:
     if not folder.folder.is_dir():
         return []
     runs = (RunPaths(path) for path in folder.folder.iterdir() if path.name[:1] != "." and path.is_dir())
-    records = (
-        read_record(attempt)
-        for run in islice(runs, _RUNS_LOOKED_AT)
-        for attempt in run.attempt_folders()[-3:]
-    )
+    folders = (folder for run in islice(runs, _RUNS_LOOKED_AT) for folder in run.attempt_folders()[-3:])
+    records = map(read_record, folders)
     return [record.save_s for record in records if record is not None and record.save_s is not None]
 
 
@@ -317,11 +314,7 @@ def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
             count = slurm.runs_per_gpu
             shown = name if count == 1 else f"1/{count} of {name}"
             return Device(shown, is_gpu=True, memory_bytes=int(gib * _GIB) // count)
-    why = (
-        "the file names no type of GPU"
-        if slurm.gpu_type is None
-        else f"no GPU of type {slurm.gpu_type} is known"
-    )
+    why = f"no GPU of type {slurm.gpu_type} is known" if slurm.gpu_type else "the file names no type of GPU"
     remedy = f"{why}; write slurm.gpu_type, like a100_80gb"
     return Device(slurm.gpu_type or "a GPU", is_gpu=True, memory_bytes=None, remedy=remedy)
 

@@ -129,10 +129,8 @@ def batch(
         # The slots call srun themselves; submitit's arguments are ignored by this function.
         command, parameters["use_srun"] = ["hpc_train_slots"], False
     parameters["setup"] = rendered("setup.sh.j2", setup)
-    parameters["teardown"] = rendered(
-        "teardown.sh.j2",
-        {key: setup[key] for key in ("submission", "slots", "standby")},
-    )
+    of_teardown = {key: setup[key] for key in ("submission", "slots", "standby")}
+    parameters["teardown"] = rendered("teardown.sh.j2", of_teardown)
     evaluation = _evaluation_script(submission, experiment, profile, setup) if setup["evaluations"] else None
     return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task, evaluation)
 
