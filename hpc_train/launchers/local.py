@@ -161,11 +161,8 @@ class _Follower:
             if time.monotonic() < self._lost_since + _CAUSE_GRACE_S:
                 return
         is_completed = _is_completed(self._request)
-        self._has_failed = any(
-            is_failure(rank.exit_code, is_completed)
-            for rank in self._ranks.ended
-            if rank.exit_code is not None
-        )
+        codes = [rank.exit_code for rank in self._ranks.ended if rank.exit_code is not None]
+        self._has_failed = any(is_failure(code, is_completed) for code in codes)
         if self._has_failed:
             self._ranks.terminate()
             self._deadline = time.monotonic() + _FAILURE_GRACE_S
@@ -223,11 +220,9 @@ def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses,
     if outcome.reason is not None:
         say_text(outcome.details)  # first, since the disk may be full for all else
         _write_end(request.paths, request.attempt, outcome)
-    ended = replace(
-        record.ended(ranks.exit_codes(), outcome.reason),
-        cause=outcome.cause,
-        saved_step=step_for_budgets(request.paths, request.attempt),
-    )
+    saved_step = step_for_budgets(request.paths, request.attempt)
+    ended = record.ended(ranks.exit_codes(), outcome.reason)
+    ended = replace(ended, cause=outcome.cause, saved_step=saved_step)
     write_record(request.paths.attempt(request.attempt), ended)
 
 

@@ -125,11 +125,8 @@ def common_environment(
     environ: Mapping[str, str], paths: RunPaths, attempt: int, num_ranks: int
 ) -> dict[str, str]:
     """Return the environment common to all ranks; RANK and LOCAL_RANK are added."""
-    environment = {
-        name: value
-        for name, value in environ.items()
-        if name not in _STALE and not name.startswith(_STALE_PREFIXES)
-    }
+    names = [name for name in environ if name not in _STALE and not name.startswith(_STALE_PREFIXES)]
+    environment = {name: environ[name] for name in names}
     threads = {"OMP_NUM_THREADS": str(max(1, len(usable_cpus()) // num_ranks)), THREADS_BY_SHARE: "1"}
     defaults = {
         "TORCHINDUCTOR_CACHE_DIR": str(paths.cache / "inductor"),

@@ -388,13 +388,9 @@ def prune(
             required.add(manifest.best.step)
         if (step := manifest.verified) is not None:
             required.add(next((checkpoint.step for checkpoint in checkpoints if checkpoint.step <= step), 0))
-    surplus = [
-        checkpoint
-        for checkpoint in checkpoints[len(newest) :]
-        if checkpoint.step not in required and (keep_every is None or checkpoint.step % keep_every)
-    ]
+    surplus = [each for each in checkpoints[len(newest) :] if each.step not in required]
+    folders = [each.folder for each in surplus if keep_every is None or each.step % keep_every]
     removed = []
-    folders = [checkpoint.folder for checkpoint in surplus]
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
         match = _LEFT_OVER.fullmatch(path.name)
         if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):

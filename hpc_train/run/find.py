@@ -65,11 +65,8 @@ class _Known:
 
     def unreadable(self, names: Sequence[str]) -> list[Path]:
         wanted = set(names)
-        return [
-            path
-            for path in self.hidden
-            if not wanted or wanted & {path.name, path.parent.name, f"{path.parent.name}/{path.name}"}
-        ]
+        names = [{path.name, path.parent.name, f"{path.parent.name}/{path.name}"} for path in self.hidden]
+        return [path for path, of_it in zip(self.hidden, names, strict=True) if not wanted or wanted & of_it]
 
 
 def find_runs(names: Sequence[str]) -> list[RunPaths]:

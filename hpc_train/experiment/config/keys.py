@@ -248,11 +248,8 @@ def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | N
     mapping = as_mapping(node)
     if mapping is None:
         remedy = f"write {dotted(path)} alone"
-        raise BadKeyError(
-            Problem(
-                (*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True, code="key.path"
-            )
-        )
+        message = f"{dotted(path)} has no keys below it"
+        raise BadKeyError(Problem((*path, segment), message, remedy, on_key=True, code="key.path"))
     if "properties" in mapping and segment not in mapping["properties"]:
         raise BadKeyError(unknown_key((*path, segment), segments[1:]))
     return child(node, segment)

@@ -135,13 +135,8 @@ class Source:
         lines = list(dict.fromkeys(self.render(problem) for problem in ordered[: 2 * MAX_PROBLEMS]))
         if len(lines) <= MAX_PROBLEMS:
             return lines
-        more = Problem(
-            (),
-            "there are more problems",
-            "fix those above first",
-            place=self.place(ordered[-1]),
-            code="problems.more",
-        )
+        place, remedy = self.place(ordered[-1]), "fix those above first"
+        more = Problem((), "there are more problems", remedy, place=place, code="problems.more")
         return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 

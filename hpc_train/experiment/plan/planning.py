@@ -175,11 +175,8 @@ def make_plan(
 def _refuse_scaling(loaded: Loaded) -> None:
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
-    problems = [
-        loaded.problem(swept.place, message, remedy, "sweep.scaling")
-        for swept, path in swept_paths(loaded.experiment)
-        if path in SCALING
-    ]
+    scaling = [swept for swept, path in swept_paths(loaded.experiment) if path in SCALING]
+    problems = [loaded.problem(swept.place, message, remedy, "sweep.scaling") for swept in scaling]
     if problems:
         raise BadFileError(problems)
 

@@ -173,11 +173,9 @@ def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
     if global_batch_size % repeats == 0:
         return None
     fitting = max(size for size in range(1, repeats) if global_batch_size % size == 0)
-    return Problem(
-        ("data", "augment", "repeats"),
-        f"{repeats} does not divide optimization.global_batch_size {global_batch_size}",
-        f"write {fitting}, or a global_batch_size that is a multiple of {repeats}",
-    )
+    message = f"{repeats} does not divide optimization.global_batch_size {global_batch_size}"
+    remedy = f"write {fitting}, or a global_batch_size that is a multiple of {repeats}"
+    return Problem(("data", "augment", "repeats"), message, remedy)
 
 
 def too_few_samples(

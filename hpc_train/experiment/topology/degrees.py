@@ -225,8 +225,5 @@ def scheduled_candidates(
     # With fewer micro-batches than ranks a pipeline has no steady state.
     has_schedule = traits_of(parallel.strategy).has_schedule
     fewest = min(degrees.pipeline, max(slots.values(), default=1)) if has_schedule else 1
-    return [
-        size
-        for size in sizes
-        if slots[size] >= fewest and not problem_of_schedule(parallel, degrees.pipeline, slots[size])
-    ]
+    enough = [size for size in sizes if slots[size] >= fewest]
+    return [size for size in enough if not problem_of_schedule(parallel, degrees.pipeline, slots[size])]

@@ -168,8 +168,5 @@ def _facts_of_gpt(args: GPTArgs) -> LayerFacts:
     if args.style == "llama":
         shared["key and value heads of gpt"] = args.num_kv_heads or args.num_heads
         shared["columns of the MLP of gpt"] = args.hidden_dim or default_hidden_dim(args.dim)
-    return LayerFacts(
-        shared=shared,
-        dropout_key="model.args.dropout" if args.dropout else None,
-        most_stages=args.num_layers,
-    )
+    dropout_key = "model.args.dropout" if args.dropout else None
+    return LayerFacts(shared=shared, dropout_key=dropout_key, most_stages=args.num_layers)

@@ -373,9 +373,6 @@ def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) ->
 
 def _last_line(parent: KeyPath, last_key: Place, end: Place | None, marks: Mapping[KeyPath, Marks]) -> int:
     """Return the last line of the value of the key at ``last_key``, before ``end``."""
-    inside = [
-        mark.value.line
-        for path, mark in marks.items()
-        if path[: len(parent)] == parent and mark.key >= last_key and (end is None or mark.key < end)
-    ]
+    below = [mark for path, mark in marks.items() if path[: len(parent)] == parent]
+    inside = [mark.value.line for mark in below if mark.key >= last_key and (end is None or mark.key < end)]
     return max([last_key.line, *inside])

@@ -26,11 +26,9 @@ _log = logging.getLogger(__name__)
 #: From a cold network disk torch alone takes a minute.
 CHILD_LIMIT_S = 180
 #: The functions that list names and inspect models.
-_NAMES, _FACTS, _TENSORS = (
-    "hpc_train.training.models.names:list_names",
-    "hpc_train.training.strategies.model_facts:answer",
-    "hpc_train.training.strategies.model_facts:tensors",
-)
+_NAMES = "hpc_train.training.models.names:list_names"
+_FACTS = "hpc_train.training.strategies.model_facts:answer"
+_TENSORS = "hpc_train.training.strategies.model_facts:tensors"
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
 #: The providers whose models the child can build.
 PROVIDERS = frozenset({"timm", "torchvision", "smp"})

@@ -55,23 +55,15 @@ def unused_without_queue(job: Job, *, is_local: bool) -> list[Problem]:
 
 def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: bool = True) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
-    return [
-        problem
-        for applicable in _applicable(type(experiment), frozenset(failed), check_names)
-        for problem in applicable.problems(experiment)
-    ]
+    applicable = _applicable(type(experiment), frozenset(failed), check_names)
+    return [problem for one in applicable for problem in one.problems(experiment)]
 
 
 @lru_cache(maxsize=8)
 def _applicable(kind: type[Job], failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     """Return the rules for this kind of file that read no key of ``failed``, ordered by code."""
-    return [
-        RULES[code]
-        for code in sorted(RULES)
-        if RULES[code].fits(kind)
-        and RULES[code].can_judge(failed)
-        and (check_names or not RULES[code].looks_up_names)
-    ]
+    fitting = [each for _, each in sorted(RULES.items()) if each.fits(kind) and each.can_judge(failed)]
+    return [each for each in fitting if check_names or not each.looks_up_names]
 
 
 @rule("optimization.length", "optimization.epochs", "optimization.steps")
@@ -212,11 +204,8 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
     if normalize is None or normalize.from_weights:
         return
     if len(normalize.mean) != len(normalize.std):
-        yield Problem(
-            ("data", "normalize", "std"),
-            f"has {len(normalize.std)} values and mean has {len(normalize.mean)}",
-            "write one value per channel in both",
-        )
+        message = f"has {len(normalize.std)} values and mean has {len(normalize.mean)}"
+        yield Problem(("data", "normalize", "std"), message, "write one value per channel in both")
     elif not normalize.mean:
         yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
 

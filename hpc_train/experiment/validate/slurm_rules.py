@@ -122,11 +122,8 @@ def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
         return
     ranks = min_nodes(slurm) * ranks_on_each_node(slurm)
     key = next(key for key in keys if (getattr(parallel, key) or 1) > 1)
-    yield Problem(
-        ("parallel", key),
-        f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks",
-        f"write degrees whose product divides {ranks}",
-    )
+    message = f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks"
+    yield Problem(("parallel", key), message, f"write degrees whose product divides {ranks}")
 
 
 @rule("slurm.gpu-type", "slurm.gpu_type", "slurm.gpus_per_node")

@@ -83,14 +83,9 @@ def _subject(request: CheckRequest) -> Subject:
     problems = [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
     experiment = profiles.find(experiment.slurm.profile).applied(experiment)
     assert experiment.slurm is not None
-    return Subject(
-        facts,
-        experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", ""),
-        max(options.saves_s(folder), default=None),
-        options.lead_s(experiment, folder),
-        request.place,
-        problems,
-    )
+    partition = experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", "")
+    longest, lead_s = max(options.saves_s(folder), default=None), options.lead_s(experiment, folder)
+    return Subject(facts, partition, longest, lead_s, request.place, problems)
 
 
 def _longest_save_s() -> float | None:

@@ -234,14 +234,10 @@ def array_limit() -> int:
 def _prepared(folder: ExperimentPaths, runs: list[StartRequest]) -> _Job:
     paths = steps.new_paths(folder)
     slurm = runs[0].experiment.slurm
-    record = steps.prepare(
-        paths,
-        [run.paths for run in runs],
-        _possible_batch(paths, runs),
-        max_parallel=_throttle(runs),
-        stays_held=bool(slurm and slurm.extra.get("hold")),
-        cluster=commands.cluster_name(),
-    )
+    batch, cluster = _possible_batch(paths, runs), commands.cluster_name()
+    held, throttle = bool(slurm and slurm.extra.get("hold")), _throttle(runs)
+    all_paths = [run.paths for run in runs]
+    record = steps.prepare(paths, all_paths, batch, max_parallel=throttle, stays_held=held, cluster=cluster)
     return _Job(paths, record, runs)
 
 

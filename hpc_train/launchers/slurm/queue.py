@@ -296,11 +296,8 @@ def _tasks(listed: str) -> list[str]:
     if match is None:
         return [listed]
     ranges = [part.partition("-") for part in match[2].split(",")]
-    return [
-        f"{match[1]}_{task}"
-        for first, _, last in ranges
-        for task in range(int(first), int(last or first) + 1)
-    ]
+    numbers = [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
+    return [f"{match[1]}_{number}" for number in numbers]
 
 
 def _time(text: str) -> str | None:

@@ -129,12 +129,8 @@ def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
 def _has_active_neighbors(folder: Folder) -> bool:
     """Return True if other runs share the run's job, and at least one of them is not cancelled."""
     neighbors = Submissions().neighbors(folder.paths, str(folder.job))
-    return any(
-        read_status(paths).state in GOING_ON
-        and not paths.cancelled.exists()
-        and Folder.read(paths).key == folder.key
-        for paths in neighbors
-    )
+    active = [one for one in neighbors if read_status(one).state in GOING_ON and not one.cancelled.exists()]
+    return any(Folder.read(paths).key == folder.key for paths in active)
 
 
 def _end_steps(shared: Sequence[Folder], states: Mapping[RunPaths, JobState]) -> list[Folder]:

@@ -100,13 +100,9 @@ def batch(
     folders = (submission.parents[2], folder)
     python = python_command(experiment, profile, folders)
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
+    job = options.of_slots(experiment, sharing.slots)
     parameters = options.sbatch_parameters(
-        options.of_slots(experiment, sharing.slots),
-        profile,
-        lead_s=lead_s,
-        max_parallel=max_parallel,
-        held=held,
-        exclude=exclude,
+        job, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, exclude=exclude
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
     parameters["srun_args"] += container.srun_args(experiment, profile, folders)

@@ -158,11 +158,7 @@ def make_private(folder: Path) -> None:
 def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submission]]:
     """Return the submissions that are not released, the oldest first."""
     submissions = [(paths, read(paths)) for paths in folder.submission_folders()]
-    half_done = [
-        (paths, submission)
-        for paths, submission in submissions
-        if submission is not None and submission.state != RELEASED
-    ]
+    half_done = [(paths, one) for paths, one in submissions if one is not None and one.state != RELEASED]
     return sorted(half_done, key=lambda pair: (pair[1].created, pair[1].token))
 
 
@@ -209,15 +205,9 @@ def prepare(
     """Record the runs of a job before it is submitted."""
     make_private(paths.folder)
     run_ids = [run.folder.name for run in runs]
+    me, token = Process.current(), paths.token
     submission = Submission(
-        paths.token,
-        now_ms(),
-        Process.current(),
-        run_ids,
-        max_parallel,
-        stays_held,
-        batch=batch,
-        cluster=cluster,
+        token, now_ms(), me, run_ids, max_parallel, stays_held, batch=batch, cluster=cluster
     )
     write(paths, submission)
     files.sync_folder(paths.folder.parent)

@@ -183,13 +183,8 @@ def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
                 "start in the folder that contains the code, or make that a git work tree"
             )
         inner = PurePosixPath(os.path.relpath(folder, root))
-        subfolders[:] = [
-            name
-            for name in sorted(subfolders)
-            if not name.startswith(".")
-            and name not in (*NO_CODE, "site-packages")
-            and str(inner / name) not in outside
-        ]
+        inner_names = sorted(set(subfolders) - {*NO_CODE, "site-packages"})
+        subfolders[:] = [name for name in inner_names if name[0] != "." and str(inner / name) not in outside]
         yield from (str(inner / name) for name in sorted(names) if name.endswith((".py", ".yaml")))
 
 
