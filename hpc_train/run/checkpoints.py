@@ -366,11 +366,7 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
 
 
 def prune(
-    paths: RunPaths,
-    keep: int,
-    attempt: int,
-    keep_every: int | None = None,
-    needed: Collection[int] = (),
+    paths: RunPaths, keep: int, attempt: int, keep_every: int | None = None, needed: Collection[int] = ()
 ) -> list[str]:
     """Remove the folders that ``attempt`` no longer needs and return their names.
 

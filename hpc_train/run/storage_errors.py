@@ -49,11 +49,7 @@ Result = TypeVar("Result")
 
 
 def retried(
-    work: Callable[[], Result],
-    path: Path,
-    *,
-    transient: Collection[int] = TRANSIENT,
-    tells: bool = True,
+    work: Callable[[], Result], path: Path, *, transient: Collection[int] = TRANSIENT, tells: bool = True
 ) -> Result:
     """Run ``work``, which must be repeatable, and retry on temporary errors at ``path``.
 

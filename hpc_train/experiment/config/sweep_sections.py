@@ -128,8 +128,7 @@ class Distribution(Section):
 
 
 _Parameters = Annotated[
-    dict[str, Distribution],
-    Field(examples=[{"optimization.optimizer.lr": {"log_uniform": [0.001, 0.1]}}]),
+    dict[str, Distribution], Field(examples=[{"optimization.optimizer.lr": {"log_uniform": [0.001, 0.1]}}])
 ]
 
 

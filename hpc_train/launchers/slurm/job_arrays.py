@@ -17,15 +17,7 @@ from pathlib import Path
 from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, counted
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
-from hpc_train.launchers.slurm import (
-    commands,
-    job_refusals,
-    options,
-    profiles,
-    queue,
-    sbatch,
-    script,
-)
+from hpc_train.launchers.slurm import commands, job_refusals, options, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.submission import Batch, Sharing, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
