@@ -65,8 +65,9 @@ class _Known:
 
     def unreadable(self, names: Sequence[str]) -> list[Path]:
         wanted = set(names)
-        names = [{path.name, path.parent.name, f"{path.parent.name}/{path.name}"} for path in self.hidden]
-        return [path for path, of_it in zip(self.hidden, names, strict=True) if not wanted or wanted & of_it]
+        if not wanted:
+            return self.hidden
+        return [path for path in self.hidden if wanted & {*path.parts[-2:], "/".join(path.parts[-2:])}]
 
 
 def find_runs(names: Sequence[str]) -> list[RunPaths]:
