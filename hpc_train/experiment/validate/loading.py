@@ -13,21 +13,8 @@ from pydantic import ValidationError
 
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
-from hpc_train.experiment.config import marked_yaml
+from hpc_train.experiment.config import keys, marked_yaml
 from hpc_train.experiment.config.explanations import explain, failed_paths
-from hpc_train.experiment.config.keys import (
-    PROGRAM,
-    BadKeyError,
-    Node,
-    argument_remedy,
-    as_mapping,
-    known_keys,
-    means_program,
-    members,
-    node_at,
-    replaced,
-    split_key,
-)
 from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import (
     COMMAND_LINE,
@@ -93,7 +80,7 @@ class Loaded:
         for path in SWEPT:  # else each run would be checked together with the values of all
             data = _without(data, path)
         for key, value in values.items():
-            data = replaced(data, split_key(key), value)
+            data = keys.replaced(data, keys.split_key(key), value)
         experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
         if experiment is None or problems:
             placed = [_at_value(problem, places or {}, values) for problem in problems]
@@ -105,8 +92,8 @@ class Loaded:
 
         ``code``: default: that of a launcher's problems.
         """
-        keys = tuple(path.split(".")) if isinstance(path, str) else path
-        return self.source.render(Problem(keys, message, remedy, code=code))
+        named = tuple(path.split(".")) if isinstance(path, str) else path
+        return self.source.render(Problem(named, message, remedy, code=code))
 
 
 def load(
@@ -150,7 +137,7 @@ def load_document(
         raise BadFileError([source.render(Problem((STAGES,), message, remedy, code="stages.one-experiment"))])
     model = data.get("model")
     if weights is not None and isinstance(model, dict) and model.get("init_from") == OF_STAGE:
-        data = replaced(data, ("model", "init_from"), weights)
+        data = keys.replaced(data, ("model", "init_from"), weights)
     experiment = None
     if document.data is not None:
         experiment, value_problems = _judge(
@@ -191,10 +178,11 @@ def _overridden(
         key, equals, text = override.partition("=")
         try:
             if not equals:
-                raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE", code="key.path"))
-            path = split_key(key)
-        except BadKeyError as error:
-            remedy = argument_remedy(key) if PROGRAM in data and equals else error.problem.remedy
+                problem = Problem((override,), "has no value", "write KEY=VALUE", code="key.path")
+                raise keys.BadKeyError(problem)
+            path = keys.split_key(key)
+        except keys.BadKeyError as error:
+            remedy = keys.argument_remedy(key) if keys.PROGRAM in data and equals else error.problem.remedy
             problems.append(replace(error.problem, place=COMMAND_LINE, remedy=remedy))
             continue
         value, bad = marked_yaml.read_value(text)
@@ -204,13 +192,13 @@ def _overridden(
             data = _removed(data, path)
         else:
             changed.append(_first_new(data, path))
-            data = replaced(data, path, value)
+            data = keys.replaced(data, path, value)
     return data, changed, problems
 
 
 def _accepts_null(path: KeyPath) -> bool:
     """Return True if the key accepts null, or anything; for other keys null means the default."""
-    node = node_at(path)
+    node = keys.node_at(path)
     parts = [{}] if node is None else node.get("anyOf", [node])
     return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
 
@@ -234,7 +222,7 @@ def _judge(
         experiment = judged = kind_of(data).model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
-        if means_program(data):  # not what our trainer's file lacks
+        if keys.means_program(data):  # not what our trainer's file lacks
             problems = [problem for problem in problems if problem.code != "key.missing"]
         judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
     failed = reported | failed_paths(problems, data)
@@ -247,8 +235,7 @@ def _judge(
 def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Job | None:
     """Return the data without the invalid keys, with placeholders for required keys, for the rules."""
     for path in failed:
-        keys = path[: next((i for i, segment in enumerate(path) if isinstance(segment, int)), len(path))]
-        data = _without(data, keys)
+        data = _without(data, tuple(takewhile(lambda segment: not isinstance(segment, int), path)))
     try:
         return kind_of(data).model_validate(data)
     except ValidationError:
@@ -261,9 +248,9 @@ def _without(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
         parent = parent.get(segment) if isinstance(parent, dict) else None
     if parent is not None and not isinstance(parent, dict):
         return data
-    required = (as_mapping(node_at(path[:-1]) or {}) or {}).get("required", [])
+    required = (keys.as_mapping(keys.node_at(path[:-1]) or {}) or {}).get("required", [])
     if path[-1] in required:
-        return replaced(data, path, _stand_in(node_at(path) or {}))
+        return keys.replaced(data, path, _stand_in(keys.node_at(path) or {}))
     return _removed(data, path) if parent is not None else data
 
 
@@ -276,8 +263,8 @@ def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
     return data | {key: _removed(section, rest)} if isinstance(section, dict) else data
 
 
-def _stand_in(node: Node) -> Any:
-    first = members(node)[0]
+def _stand_in(node: keys.Node) -> Any:
+    first = keys.members(node)[0]
     match first["type"]:
         case "object":
             properties = first.get("properties", {})
@@ -295,7 +282,7 @@ def _at_value(problem: Problem, places: Mapping[str, KeyPath], values: Mapping[s
     """Return the problem moved to the swept value that it concerns; unchanged if there is none."""
     for concerned in ([problem.path], list(problem.reads)):
         for key, place in places.items():
-            path = split_key(key)
+            path = keys.split_key(key)
             if any(related(path, other) for other in concerned):
                 below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
                 message = problem.message if below or problem.path == path else _named(problem)
@@ -327,12 +314,12 @@ def with_unindented_sections(
         following = sorted(
             (place, str(path[-1])) for place, path in places if path[:-1] == parent and place > start
         )
-        keys = list(takewhile(_belonging_to(section, marks[section].key.column, problems), following))
-        paths = {section, *((*section[:-1], key) for _, key in keys)}
+        inner = list(takewhile(_belonging_to(section, marks[section].key.column, problems), following))
+        paths = {section, *((*section[:-1], key) for _, key in inner)}
         caused = [each for each in problems if each.path[: len(section)] in paths]
-        if keys and caused:
-            end = next((place for place, _ in following[len(keys) :]), None)
-            first, last = keys[0][0].line, _last_line(section[:-1], keys[-1][0], end, marks)
+        if inner and caused:
+            end = next((place for place, _ in following[len(inner) :]), None)
+            first, last = inner[0][0].line, _last_line(section[:-1], inner[-1][0], end, marks)
             lines = f"line {first}" if first == last else f"lines {first}-{last}"
             found = [each for each in found if each not in caused]
             remedy = f"indent {lines} below {section[-1]}:"
@@ -345,7 +332,7 @@ def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[Key
         below = (*path, key)
         if isinstance(value, dict):
             yield from _empty_sections(value, below)
-        elif value is None and as_mapping(node_at(below) or {}):
+        elif value is None and keys.as_mapping(keys.node_at(below) or {}):
             yield below
 
 
@@ -358,7 +345,7 @@ def _repeated(problems: Sequence[Problem]) -> list[tuple[Place, KeyPath]]:
 
 def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) -> Callable[[_Key], bool]:
     """Return what tells whether a key in this column can be one of the section's own."""
-    own, beside = set(known_keys(section)), set(known_keys(section[:-1]))
+    own, beside = set(keys.known_keys(section)), set(keys.known_keys(section[:-1]))
     twice = {path[-1] for _, path in _repeated(problems)}
     must_have_keys = any(each.path == section for each in problems)
 
