@@ -21,7 +21,6 @@ from hpc_train.experiment.topology.degrees import find_degrees, problem_of_sched
 from hpc_train.experiment.validate import (  # noqa: F401 (they register their rules)
     compatibility,
     container_rules,
-    data_rules,
     layer_rules,
     logging_rules,
     model_rules,

@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ModelConfig
-from hpc_train.experiment.validate.data_rules import needs_tokens
 from hpc_train.experiment.validate.model_rules import GPTArgs, default_hidden_dim, gpt_args_problems
 from hpc_train.experiment.validate.part_rules import rest_not_taken
+from hpc_train.experiment.validate.task_rules import needs_tokens
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.weights import load_weights
 
