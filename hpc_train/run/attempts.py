@@ -84,13 +84,11 @@ class AttemptRecord:
     #: Parts of the time of rank 0's first step: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
     #: which ``cached_graphs`` were compiled by an earlier attempt or another rank. Empty before its end.
     first_step: dict[str, float] = field(default_factory=dict)
-    #: With ``checkpoint.every: auto``: the current interval and its measurements, see
-    #: ``recovery.save_interval``.
+    #: With ``checkpoint.every: auto``: the interval and its measurements, see ``recovery.save_interval``.
     save_interval: dict[str, float] = field(default_factory=dict)
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
-    #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged the
-    #: attempt.
+    #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged it.
     saved_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:

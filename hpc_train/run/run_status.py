@@ -47,8 +47,7 @@ class RunStatus:
     #: From 1; 0 before the first.
     attempt: int = 0
     reason: str | None = None
-    #: While rank 0 compiles: ``graph``, from 1, and ``since``, the start of compiling all its graphs (UTC,
-    #: ISO 8601).
+    #: While rank 0 compiles: ``graph``, from 1, and ``since``, the start of compiling all graphs (UTC).
     compiling: dict[str, Any] | None = None
     #: Slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
     #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.

@@ -236,8 +236,7 @@ def own_jobs() -> list[tuple[str, str]]:
 
 
 MAX_AGE_S = 10.0
-#: How long to wait for another command's query, since Slurm may be slow; after that each command queries
-#: itself.
+#: How long to wait for another command's query; after that each command queries itself.
 _LOCK_LIMIT_S = 90.0
 
 #: If the cache folder can't be written, only this process shares its answers.

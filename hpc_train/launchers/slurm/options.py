@@ -229,8 +229,7 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     cores = {}
     if isinstance(slurm.nodes, str):
         fixed["nodes"] = slurm.nodes
-        # With tasks per node a job has the tasks of the minimum nodes, and gets no more nodes than tasks
-        # (22.05).
+        # With tasks per node a job has the tasks of the minimum nodes, and no more nodes than tasks (22.05).
         cores["mincpus"] = ranks_on_each_node(slurm) * (cpus_per_rank(slurm) or 1)
     # Limits of the login shell, such as minutes of CPU time, are not meant for jobs: the node's own apply.
     more = {"propagate": "NONE"} | cores
