@@ -282,10 +282,7 @@ def _folders(paths: RunPaths) -> list[CheckpointPaths]:
 
 
 def listing(paths: RunPaths, attempt: float = math.inf) -> list[str]:
-    """Return the checkpoints to list in the new ``attempt``'s record: those valid for the previous one.
-
-    Call it before that record is written.
-    """
+    """Return the checkpoints that are valid for the attempt before ``attempt``, which has no record yet."""
     earlier = newest_attempt(paths, before=attempt)
     return [checkpoint.folder.name for checkpoint in committed(paths, earlier)]
 

@@ -124,10 +124,7 @@ def _checks(name: str) -> dict[str, _Check]:
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Return True if a value from JSON is of ``kind``.
-
-    That is a type, a union, ``list[…]``, ``dict[…, …]``, ``Literal[…]``, or ``Annotated[…]`` with a check.
-    """
+    """Return True if a value from JSON is of ``kind``, a type or one of typing's, also with a check."""
     return _check_of(kind)(value)
 
 

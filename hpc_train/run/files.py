@@ -266,10 +266,7 @@ def create_folder(
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return ``work`` of each item, run by a few threads: for writes that mostly wait for fsync.
-
-    After the first error, which is raised, no further item is begun.
-    """
+    """Return ``work`` of each item by a few threads; after an error, which is raised, none is begun."""
     with ThreadPoolExecutor(_WRITERS) as pool:
         return list(pool.map(work, items))
 

@@ -79,10 +79,7 @@ def find_runs(names: Sequence[str]) -> list[RunPaths]:
 
 
 def find_and_skip(names: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
-    """Return ``find_runs`` of the words, and the experiments and runs that this user may not read.
-
-    The latter are those that ``names`` mean, or all without names.
-    """
+    """Return ``find_runs`` of the words, and those of them (without words: all) that can't be read."""
     folders = _Known.below(runs_root())
     return folders.find(names), folders.unreadable(names)
 

@@ -203,10 +203,7 @@ _END_LIMIT_S = 10.0
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its ``parent`` ends, for whatever reason.
-
-    Called by the child. Exits at once if the parent has already ended.
-    """
+    """Have the kernel kill this child process as soon as its ``parent`` ends, or exit if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:  # it died before prctl

@@ -125,10 +125,7 @@ _MAX_RUNS = 100_000
 
 
 def run_facts(paths: RunPaths) -> Mapping[str, Any]:
-    """Return the content of ``run.json``, empty if it can't be read; callers must not change it.
-
-    The file is read again only if it was replaced since.
-    """
+    """Return ``run.json``, cached, so not to be changed; empty if it can't be read."""
     try:
         seen = os.stat(paths.run)  # noqa: PTH116  (this is called for each run)
     except OSError:

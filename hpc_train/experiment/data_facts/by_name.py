@@ -39,10 +39,7 @@ def task_facts(name: str) -> TaskFacts:
 
 
 def _rows(kind: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
-    """Return the rows of all parts of a kind, the built-in ones first.
-
-    A plug-in whose row can't be imported is omitted because the file does not name it.
-    """
+    """Return the rows of all parts of a kind, the built-in ones first; none of a broken plug-in."""
     rows = dict(built_in)
     for name in described(kind):
         with suppress(Exception):

@@ -62,10 +62,7 @@ def num_sequences(num_tokens: int, sequence_length: int) -> int:
 
 
 def count_sequences(data: DataConfig) -> int | None:
-    """Return N of ``text`` without loading it; None if it is not here, or takes too long to count.
-
-    None also if there are no sequences; the data set reports the reason.
-    """
+    """Return N of ``text`` without loading it; None if it is not here, has none, or takes too long."""
     if data.root is None:
         return None
     root = expanded(data.root)

@@ -138,10 +138,7 @@ def _shards_if_any(data: DataConfig) -> TokenShards | None:
 
 
 def find_shards(data: DataConfig, args: TokensArgs) -> TokenShards:
-    """Return the shards of the text that ``data.root`` contains now; reads only headers.
-
-    Raises BadFileError if there are none, DamagedShardError if one is incomplete.
-    """
+    """Return the shards of the text in ``data.root``. Raises BadFileError or DamagedShardError."""
     root = root_of(data)
     texts = sources(root)
     if texts["train"]:

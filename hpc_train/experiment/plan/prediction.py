@@ -191,10 +191,7 @@ def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str
 
 
 def step_settings(experiment: Experiment) -> str:
-    """Return what determines the tensors of a step, as JSON: runs with the same settings fail alike.
-
-    Numbers that only turn a feature on or off are normalized.
-    """
+    """Return what determines the tensors of a step, as JSON; numbers that only turn on are normalized."""
     return json.dumps(_relevant(experiment), sort_keys=True)
 
 

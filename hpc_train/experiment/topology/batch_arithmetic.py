@@ -49,10 +49,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The division of an optimizer step into micro-batches and over ranks, and its precision.
-
-    Every command and rank 0's log print it with ``str``.
-    """
+    """The division of an optimizer step into micro-batches and over ranks, and its precision."""
 
     global_batch_size: int
     #: None: ``auto``, not determined yet.

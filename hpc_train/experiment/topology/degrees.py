@@ -73,10 +73,7 @@ class Ranks(NamedTuple):
 
 
 def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees | Problem:
-    """Return the degrees of ``parallel:`` for this number of ranks, or the problem if they don't fit.
-
-    For a strategy without traits all ranks are data-parallel.
-    """
+    """Return the degrees for this number of ranks, or the problem; without traits all are data-parallel."""
     degrees = _wanted(parallel, ranks, ranks_per_node)
     return degrees if degrees.world_size == ranks else _misfit(parallel, degrees, ranks, ranks_per_node)
 

@@ -88,10 +88,7 @@ class Loaded:
         return experiment
 
     def problem(self, path: KeyPath | str, message: str, remedy: str, code: str = "launcher.request") -> str:
-        """Return the line for a problem that was found later, with its position; ``path`` may be dotted.
-
-        ``code``: default: that of a launcher's problems.
-        """
+        """Return the line for a problem that was found later, with its position; ``path`` may be dotted."""
         named = tuple(path.split(".")) if isinstance(path, str) else path
         return self.source.render(Problem(named, message, remedy, code=code))
 

@@ -217,19 +217,13 @@ def fields(line: str) -> dict[str, str]:
 
 
 def job_line(shown: str) -> str:
-    """Return the line of ``scontrol --oneliner show job`` on the first job; empty if there is none.
-
-    A wrapper's banner may come before or after it.
-    """
+    """Return the line of ``scontrol --oneliner show job`` on the first job, without banners; or empty."""
     lines = (line.strip() for line in shown.splitlines())
     return next((line for line in lines if line.startswith("JobId=")), "")
 
 
 def own_jobs() -> list[tuple[str, str]]:
-    """Return (job, script) of this user's jobs that wait or run; the script as passed to sbatch.
-
-    An array is listed once, by its number, independent of its tasks' states.
-    """
+    """Return (job, script) of this user's jobs that wait or run; an array is listed once, by its number."""
     output = run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o"], retry=True)
     pairs = dict.fromkeys(tuple(line.split("|", 1)) for line in output.splitlines() if "|" in line)
     return [(job, script) for job, script in pairs if job.isdigit()]

@@ -324,10 +324,7 @@ SAVES = 3
 
 
 def save_warnings(experiment: Job, folder: ExperimentPaths) -> list[str]:
-    """Return warnings about saves that took longer than the available time; empty before the first save.
-
-    ``experiment``: with its profile's settings.
-    """
+    """Return warnings about saves that took longer than the available time; needs the profile's settings."""
     saves = saves_s(folder)
     if experiment.slurm is None or not saves:
         return []

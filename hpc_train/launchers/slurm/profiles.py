@@ -107,10 +107,7 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
 
 
 def slurm_of(experiment: Job) -> SlurmConfig | None:
-    """Return the section ``slurm`` with its profile's defaults, None without the section.
-
-    As written if the profile can't be used: starting the run reports that.
-    """
+    """Return the section ``slurm`` with its profile's defaults, or as written if it is unusable; or None."""
     slurm = experiment.slurm
     if slurm is None:
         return None

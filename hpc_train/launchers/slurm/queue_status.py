@@ -93,10 +93,7 @@ class Folder:
 
     @property
     def may_return(self) -> bool:
-        """Whether the run's end was only inferred, not written by its batch script or a user.
-
-        Such an end is withdrawn if Slurm lists the job again.
-        """
+        """Whether the run's end was only inferred: it is withdrawn if Slurm lists the job again."""
         if self.status.state not in {"failed", "cancelled"} or self.is_cancelled or self.job is None:
             return False
         record = self.record
