@@ -381,8 +381,8 @@ def prune(
             required.add(manifest.best.step)
         if (step := manifest.verified) is not None:
             required.add(next((checkpoint.step for checkpoint in checkpoints if checkpoint.step <= step), 0))
-    surplus = [each for each in checkpoints[len(newest) :] if each.step not in required]
-    folders = [each.folder for each in surplus if keep_every is None or each.step % keep_every]
+    surplus = [item for item in checkpoints[len(newest) :] if item.step not in required]
+    folders = [item.folder for item in surplus if keep_every is None or item.step % keep_every]
     removed = []
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
         match = _LEFT_OVER.fullmatch(path.name)

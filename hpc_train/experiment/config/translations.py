@@ -147,12 +147,12 @@ def _gres(path: KeyPath, value: Any) -> str | None:
     match = re.fullmatch(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d{1,3})", str(value)[:_MAX_LENGTH])
     is_type = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]{1,30}", value)
     if path[-1] in ("gpu", "gpus") and is_type and value not in ("auto", "all", "none"):
-        given = {"gpus_per_node": 1, "gpu_type": value}
+        request = {"gpus_per_node": 1, "gpu_type": value}
     elif path[-1] in ("gres", "gpus") and match is not None:
-        given = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
+        request = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
     else:
         return None
-    return f"write {in_flow(given)[1:-1] if path[0] == 'slurm' else f'slurm: {in_flow(given)}'}"
+    return f"write {in_flow(request)[1:-1] if path[0] == 'slurm' else f'slurm: {in_flow(request)}'}"
 
 
 def _merged(existing: Any, target: KeyPath, meant: Any, value: Any) -> Any:

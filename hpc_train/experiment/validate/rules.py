@@ -61,8 +61,8 @@ def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: boo
 @lru_cache(maxsize=8)
 def _applicable(kind: type[Job], failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     """Return the rules for this kind of file that read no key of ``failed``, ordered by code."""
-    fitting = [each for _, each in sorted(RULES.items()) if each.fits(kind) and each.can_judge(failed)]
-    return [each for each in fitting if check_names or not each.looks_up_names]
+    fitting = [one for _, one in sorted(RULES.items()) if one.fits(kind) and one.can_judge(failed)]
+    return [one for one in fitting if check_names or not one.looks_up_names]
 
 
 @rule("optimization.length", "optimization.epochs", "optimization.steps")

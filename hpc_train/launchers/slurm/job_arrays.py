@@ -409,8 +409,8 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
             continue
         if stage_order.former(run.paths) is not None:  # it may have failed: `resume` submits this again
             reasons = reasons - {"DependencyNeverSatisfied"}
-        found = [job_refusals.never_starts(reason, run.experiment) for reason in sorted(reasons)]
-        problems = [problem for of_reason in found for problem in of_reason]
+        refusals = [job_refusals.never_starts(reason, run.experiment) for reason in sorted(reasons)]
+        problems = [problem for of_reason in refusals for problem in of_reason]
         if problems:
             lines_by_job[job_id] = _lines(run, problems)
         elif shared := sorted(filter(queue.is_shared_limit, reasons)):
