@@ -197,8 +197,7 @@ def _say_lines(who: str, lines: Sequence[str]) -> None:
         say(f"{who}: {' '.join(lines)}")
         return
     say(f"{who}: {head}")
-    for entry in entries[:_NAMED]:
-        say(f"  {entry}")
+    say(*(f"  {entry}" for entry in entries[:_NAMED]))
     if len(entries) > _NAMED:
         say(f"  and {len(entries) - _NAMED} more")
 

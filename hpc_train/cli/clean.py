@@ -168,8 +168,7 @@ def _clean(options: CleanOptions) -> tuple[dict[RunPaths, list[_Surplus]], list[
 
 
 def _say(items: Sequence[_Surplus]) -> None:
-    for item in items:
-        say(f"{item.path}  {item.size_bytes / 1e6:.1f} MB  {item.why}")
+    say(*(f"{item.path}  {item.size_bytes / 1e6:.1f} MB  {item.why}" for item in items))
 
 
 def _refuse_living(paths: RunPaths) -> None:

@@ -21,18 +21,12 @@ from hpc_train.recovery.budgets import Left, Limits
 from hpc_train.recovery.diagnosis import silent_for
 from hpc_train.recovery.history import effective_recovery
 from hpc_train.recovery.save_interval import SaveInterval
+from hpc_train.report import run_files
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
-from hpc_train.report.run_files import RunFiles, layout_of, ranks_of
-from hpc_train.report.run_times import (
-    Restart,
-    elapsed_s,
-    first_step_words,
-    newest_restart,
-    remaining_s,
-    short_duration,
-)
+from hpc_train.report.run_files import Restart, RunFiles, ranks_of, short_duration
 from hpc_train.report.usage import MAX_BYTES, Usage, goodput, usage_of
+from hpc_train.run import bad_samples, evaluation_jobs, spikes
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -134,7 +128,7 @@ class RunRow:
         # Only a run in training needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
         slow = [now.slow_words] if now.state == "running" else []
-        elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
+        elapsed, remaining = run_files.elapsed_s(run, now), run_files.remaining_s(now, rows)
         best = decoded(Best, now.best)
         details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
         return cls(
@@ -223,7 +217,7 @@ class RunRow:
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
             ),
-            ("first step", first_step_words(self.first_step or {})),
+            ("first step", run_files.first_step_words(self.first_step or {})),
             ("saves", str(SaveInterval.of(self.save_interval) or "")),
             *(Usage(**self.usage).details() if self.usage else ()),
             ("values", in_words(self.values)),
@@ -264,7 +258,7 @@ def _details(
     """Return the fields of a row that the table of runs does not show. For a long run, times are estimates
     from a part of its rows.
     """
-    paths, layout, best = run.paths, layout_of(run), best_checkpoint(run.paths)
+    paths, layout, best = run.paths, run_files.layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
     used = None
     if run.recorded:
@@ -276,7 +270,7 @@ def _details(
     code = run.facts.get("code")
     useful = goodput(paths, now, elapsed, rows)
     return {
-        "restart": newest_restart(run.records),
+        "restart": run_files.newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
         "code": None if code is None else {key: code.get(key) for key in ("commit", "dirty", "snapshot")},
         "ranks": ranks_of(run.facts, run.newest_record),
@@ -297,6 +291,12 @@ def best_checkpoint(paths: RunPaths) -> Best | None:
         return kept_best(paths)
     except BadFileError:  # a checkpoint of a later version
         return None
+
+
+def notes_in_words(paths: RunPaths) -> list[tuple[str, str]]:
+    """Return label and text of the run's bad samples, evaluations by other jobs and spikes, if it has any."""
+    notes = {"bad samples": bad_samples, "evaluations": evaluation_jobs, "spikes": spikes}
+    return [(label, text) for label, module in notes.items() if (text := module.in_words(paths))]
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:

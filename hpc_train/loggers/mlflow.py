@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,6 +177,8 @@ class _Run:
 
     def send(self, committed_step: int) -> int:
         """Send the rows up to this step, each once; return how many there were."""
+        from mlflow.entities import Metric
+
         num_rows = 0
         for batch in self.rows.batches_up_to(committed_step):
             first, last = batch[0][0], batch[-1][0]
@@ -187,15 +189,10 @@ class _Run:
                     self.steps_by_metric[name] = {point.step for point in history}
                 metrics = [metric for metric in metrics if metric[3] not in self.steps_by_metric[metric[0]]]
             for part in _parts(metrics, _MAX_METRICS):
-                self._log(part)
+                self.client.log_batch(self.run_id, metrics=[Metric(*metric) for metric in part])
             self._note(last + 1)
             num_rows += len(batch)
         return num_rows
-
-    def _log(self, metrics: Iterable[_Metric]) -> None:
-        from mlflow.entities import Metric
-
-        self.client.log_batch(self.run_id, metrics=[Metric(*metric) for metric in metrics])
 
 
 def metrics_of(row: Row) -> list[_Metric]:

@@ -7,7 +7,6 @@ samples, inputs, each micro-batch's forward, loss and backward, the gradients, t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, TypedDict, cast
@@ -15,6 +14,7 @@ from typing import Any, TypedDict, cast
 from hpc_train.errors import listed
 from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.run.digests import StepDigest, module_of
+from hpc_train.run.metric_rows import finite
 
 #: Step → its line by rank.
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -57,21 +57,9 @@ class Place(TypedDict):
 
 def place(step: int, where: str, **facts: Any) -> Place:
     """Return the place with the given facts; the others are unknown."""
-    unknown = Place(
-        step=step,
-        where=where,
-        run=None,
-        micro_batch=None,
-        module=None,
-        tensor=None,
-        tensors=[],
-        num_tensors=0,
-        num_compared=0,
-        rank=None,
-        nodes=[],
-        values=[],
-    )
-    return cast("Place", {**unknown, **facts})
+    unknown = dict.fromkeys(Place.__annotations__) | {"tensors": [], "nodes": [], "values": []}
+    counts = {"num_tensors": 0, "num_compared": 0}
+    return cast("Place", {**unknown, **counts, "step": step, "where": where, **facts})
 
 
 def step_digest(line: Mapping[str, Any], key: str = "digest") -> StepDigest | None:
@@ -200,7 +188,7 @@ def _micro_batches(
                 values = [one.data["loss"], other.data["loss"]] if kind == "loss" else []
                 where = {"input": "before", "output": "forward"}.get(kind, kind)
                 yield place(
-                    step, where, micro_batch=number, module=module, rank=other.rank, values=_finite(values)
+                    step, where, micro_batch=number, module=module, rank=other.rank, values=finite(values)
                 )
                 break
 
@@ -214,18 +202,13 @@ def _numbers(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
         for name in first.differences(second):
             if name != "samples":
                 values = [getattr(digest, name) for digest in (first, second)]
-                yield place(step, name, values=_finite(values))
+                yield place(step, name, values=finite(values))
 
 
 def step_numbers(digest: StepDigest) -> StepNumbers:
     """Return the numbers of a digest for JSON."""
-    loss, norm = _finite([digest.loss, digest.grad_norm])
+    loss, norm = finite([digest.loss, digest.grad_norm])
     return StepNumbers(samples=f"{digest.samples:016x}", loss=loss, grad_norm=norm)
-
-
-def _finite(values: Sequence[float | None]) -> list[float | None]:
-    """Return the values for JSON: None for NaN and infinity."""
-    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 def common_steps(

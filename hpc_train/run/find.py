@@ -46,11 +46,11 @@ class _Known:
     @classmethod
     def below(cls, root: Path) -> _Known:
         folders = cls({}, [])
-        for experiment in _folders(root):
+        for experiment in folders_in(root):
             if not _may(experiment, os.R_OK | os.X_OK):
                 folders.hidden.append(experiment)
             runs = folders.runs.setdefault(experiment.name, {})
-            for paths in map(RunPaths, _folders(experiment)):
+            for paths in map(RunPaths, folders_in(experiment)):
                 if not is_readable(paths):
                     folders.hidden.append(paths.folder)
                 elif _has_files(paths):
@@ -92,7 +92,7 @@ def run_name(paths: RunPaths) -> str:
     root, run_id = runs_root(), paths.folder.name
     if paths.siblings.folder.parent != root:
         return str(paths.folder)
-    others = (experiment for experiment in _folders(root) if experiment.name != paths.siblings.folder.name)
+    others = (experiment for experiment in folders_in(root) if experiment.name != paths.siblings.folder.name)
     is_ambiguous = any(is_run(RunPaths(other / run_id)) for other in others)
     return name_with_experiment(paths) if is_ambiguous else run_id
 
@@ -107,7 +107,7 @@ def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
 def names_of(runs: Sequence[RunPaths]) -> list[str]:
     """Return words that name these runs of one experiment: its name if they are all of its runs."""
     experiment = runs[0].siblings.folder
-    others = {RunPaths(folder) for folder in _folders(experiment)} - set(runs)
+    others = {RunPaths(folder) for folder in folders_in(experiment)} - set(runs)
     if len(runs) > 1 and experiment.parent == runs_root() and not any(map(is_run, others)):
         return [experiment.name]
     return list(run_names(runs).values())
@@ -124,7 +124,8 @@ def name_with_experiment(paths: RunPaths) -> str:
     return f"{paths.siblings.folder.name}/{paths.folder.name}"
 
 
-def _folders(parent: Path) -> list[Path]:
+def folders_in(parent: Path) -> list[Path]:
+    """Return the folders in ``parent``, sorted; none if it can't be read."""
     return [parent / name for name in _names(parent)]
 
 
@@ -220,7 +221,7 @@ def _in_folder(word: str, folders: _Known) -> list[RunPaths]:
     folder = Path(os.path.abspath(expanded(word)))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]
-    matches = [paths for paths in map(RunPaths, _folders(folder)) if is_run(paths)]
+    matches = [paths for paths in map(RunPaths, folders_in(folder)) if is_run(paths)]
     if not matches:
         hidden = folders.unreadable([word]) if is_readable(RunPaths(folder)) else [folder]
         if hidden:

@@ -73,6 +73,15 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
+def finite(value: Any) -> Any:
+    """Return a JSON value with None in place of infinite numbers and NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return list(map(finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def unusable_lines(path: Path, last_step: int, *, needs_time: bool) -> Iterator[tuple[int, str]]:
     """Yield (number, problem) of the lines up to ``last_step`` that are not a row, or one without a time."""
     for number, line in enumerate(lines_of(path), 1):

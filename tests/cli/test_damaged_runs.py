@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli import checkpoint_commands
+from hpc_train.cli import evaluate
 from hpc_train.cli.logs import _LogReader
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
@@ -86,7 +86,7 @@ def runs(file: Path, tmp_path: Path) -> tuple[RunPaths, RunPaths]:
 @pytest.fixture(autouse=True)
 def _export_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process of its own, which imports torch each time."""
-    monkeypatch.setattr(checkpoint_commands, "run_child", lambda module, *arguments: export(arguments))
+    monkeypatch.setattr(evaluate, "run_child", lambda module, *arguments: export(arguments))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from hpc_train.report.html.collecting import Collected, Ranking, RunData
 from hpc_train.report.html.evaluation_files import confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metrics_reader import Point
-from hpc_train.report.run_times import first_step_words, short_duration
+from hpc_train.report.run_files import first_step_words, short_duration
 from hpc_train.report.usage import PARTS, summed
 from hpc_train.run import spikes
 from hpc_train.run.run_status import RunStatus, extension_words
@@ -79,6 +79,8 @@ def _environment() -> Environment:
 
 
 def _content(collected: Collected) -> dict[str, Any]:
+    from markupsafe import Markup  # with the template engine, which inserts it unchanged
+
     runs, labels = collected.runs, [_cut(label) for label in collected.labels]
     charts = line_charts(collected)
     style, script = _style(), _file("report.js")
@@ -89,8 +91,8 @@ def _content(collected: Collected) -> dict[str, Any]:
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "title": shown or "No runs",
-        "style": _Trusted(style),
-        "script": _Trusted(script),
+        "style": Markup(style),
+        "script": Markup(script),
         "policy": (
             f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
             "base-uri 'none'; form-action 'none'"
@@ -103,7 +105,7 @@ def _content(collected: Collected) -> dict[str, Any]:
         "interruptions": [pair for pair in causes if pair[0] not in {"completed", "running", "unknown"}],
         "elapsed_s": sum(run.elapsed_s or 0.0 for run in runs),
         "charts": charts,
-        "data": _Trusted(_embedded_json(labels, charts)),
+        "data": Markup(_embedded_json(labels, charts)),
         "has_attempts": any(run.attempts for run in runs),
         "times": _time_rows(runs),
         "parts": [_PART_TITLES[part] for part in PARTS],
@@ -116,13 +118,6 @@ def _content(collected: Collected) -> dict[str, Any]:
         "details": [_details(run) for run in runs[: limits.DETAILED]],
         "is_sampled": any(run.is_sampled for run in runs),
     }
-
-
-class _Trusted(str):
-    """Text of this package, or JSON without ``<``, ``>`` and ``&``: the engine inserts it unchanged."""
-
-    def __html__(self) -> str:
-        return str(self)
 
 
 def _embedded_json(labels: Sequence[str], charts: Sequence[LineChart]) -> str:

@@ -221,9 +221,7 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _initialise(self, num_layers: int) -> None:
-        """Initialize weights like GPT-2: layers that add to the residual stream are scaled by 1/√(their
-        number).
-        """
+        """Initialize like GPT-2: layers that add to the residual stream are scaled by 1/√(their number)."""
         added_std = _STD / math.sqrt(2 * num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -13,8 +13,12 @@ import pytest
 from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.live import live_runs as reading_module
-from hpc_train.report.live.cells import (
+from hpc_train.report.live.details import MIN_LINES, DetailsReader, LogTail, charts
+from hpc_train.report.live.live_runs import (
     COLUMNS,
+    ENDED_EVERY_S,
+    LiveRun,
+    RunsReader,
     bar,
     cells,
     columns_for,
@@ -25,8 +29,6 @@ from hpc_train.report.live.cells import (
     short_number,
     sparkline,
 )
-from hpc_train.report.live.details import MIN_LINES, DetailsReader, LogTail, charts
-from hpc_train.report.live.live_runs import ENDED_EVERY_S, LiveRun, RunsReader
 from hpc_train.run.files import remove_folder
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.calls import work_of
