@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.errors import BadFileError, ExitCode, UsageError, printable
-from hpc_train.loggers.metrics_writer import without_non_finite
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import kept_best, newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
+from hpc_train.run.metric_rows import finite
 from hpc_train.run.weight_source import with_source
 from hpc_train.training import data_staging, meters, resuming
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
@@ -334,7 +334,7 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
         # As training writes it, with the attempt that saved the checkpoint.
         attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
         head = meters.row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
-        row = without_non_finite(head | metrics)
+        row = finite(head | metrics)
         write_text(rank.paths.metrics, json.dumps(row, allow_nan=False) + "\n", sync=True)
     return ExitCode.DONE
 
