@@ -24,9 +24,9 @@ from hpc_train.experiment.data_facts.survey.content import Survey
 from hpc_train.experiment.data_facts.survey.looking import survey
 from hpc_train.experiment.data_facts.task_starts import STARTS
 from hpc_train.launchers.base import ClusterLauncher, JobSection
-from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import expanded
+from hpc_train.rank.env import count_gpus
 from hpc_train.registry import suggestion
 from hpc_train.workloads import script_survey
 from hpc_train.workloads.script_survey import Script

@@ -18,11 +18,10 @@ from pydantic import ValidationError
 from hpc_train.console import rounded, say
 from hpc_train.errors import HpcTrainError, counted, listed
 from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig, Experiment, Job, kind_of
-from hpc_train.experiment.plan import duration
+from hpc_train.experiment.plan import duration, planning
 from hpc_train.experiment.plan.duration import MeasuredRun, Prediction, StepWork
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval
-from hpc_train.experiment.validate.budget_rules import has_budget, over_budget, over_share, planned_runs
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.paths import CheckpointPaths, RunPaths, runs_root
 from hpc_train.report.metrics_reader import Row, newest_rows, number
@@ -115,14 +114,14 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
 
     ``cost``: predicted here if it is not given and the file has a budget.
     """
-    if not has_budget(loaded.experiment):
+    if not planning.has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)
-    count = planned_runs(loaded.experiment, len(plan.runs))
+    count = planning.planned_runs(loaded.experiment, len(plan.runs))
     hours = [None if prediction is None else prediction.gpu_hours for prediction in cost.runs]
     of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
-    problem = over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
-    problem = problem or over_share(loaded.experiment, hours, count)
+    problem = planning.over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
+    problem = problem or planning.over_share(loaded.experiment, hours, count)
     return [] if problem is None else [loaded.source.render(problem)]
 
 

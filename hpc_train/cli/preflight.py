@@ -33,7 +33,7 @@ from hpc_train.launchers.lookup import ALLOCATION, DEFAULT, load_launcher
 from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.run import weight_source
-from hpc_train.run.code.work_tree import work_tree_around
+from hpc_train.run.code.code_files import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
 
 

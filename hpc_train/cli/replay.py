@@ -20,10 +20,10 @@ from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
 from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.launchers.base import LaunchRequest
-from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus
 from hpc_train.report import replayed_steps
 from hpc_train.report.parted_steps import step_digest
 from hpc_train.report.replayed_steps import NonFinite, Range, Replayed, ReplayedStep, StepNumbers

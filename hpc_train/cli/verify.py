@@ -24,9 +24,9 @@ from hpc_train.cli.replay_options import VerifyOptions
 from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
-from hpc_train.launchers.gpus import count_gpus, gpu_names
 from hpc_train.launchers.local import LocalLauncher, noted_signals
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus, gpu_names
 from hpc_train.report.parted_steps import (
     Lines,
     place,

@@ -65,11 +65,9 @@ class _Known:
 
     def unreadable(self, names: Sequence[str]) -> list[Path]:
         wanted = set(names)
-        return [
-            path
-            for path in self.hidden
-            if not wanted or wanted & {path.name, path.parent.name, f"{path.parent.name}/{path.name}"}
-        ]
+        if not wanted:
+            return self.hidden
+        return [path for path in self.hidden if wanted & {*path.parts[-2:], "/".join(path.parts[-2:])}]
 
 
 def find_runs(names: Sequence[str]) -> list[RunPaths]:
@@ -81,10 +79,7 @@ def find_runs(names: Sequence[str]) -> list[RunPaths]:
 
 
 def find_and_skip(names: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
-    """Return ``find_runs`` of the words, and the experiments and runs that this user may not read.
-
-    The latter are those that ``names`` mean, or all without names.
-    """
+    """Return ``find_runs`` of the words, and those of them (without words: all) that can't be read."""
     folders = _Known.below(runs_root())
     return folders.find(names), folders.unreadable(names)
 
@@ -162,7 +157,6 @@ def is_readable(paths: RunPaths) -> bool:
 
 
 def _may(path: Path | str, mode: int) -> bool:
-    """Return True if this process's effective user may access the file in this way, if there is one."""
     if os.access(path, mode, effective_ids=True):
         return True
     try:
@@ -194,9 +188,8 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
     start = run_id if slash else word
     ids = [run for run in runs if run.folder.name.startswith(start)] if start else []
     if len(ids) > 1:
-        raise UsageError(
-            _ambiguous(f"{word}: {counted(len(ids), 'run')} have an id that starts like this", ids)
-        )
+        text = f"{word}: {counted(len(ids), 'run')} have an id that starts like this"
+        raise UsageError(_ambiguous(text, ids))
     if ids:
         return ids
     if slash:
@@ -205,7 +198,6 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
 
 
 def _latest(word: str, runs: Sequence[RunPaths], place: int) -> RunPaths:
-    """Return the run that started last, or with ``place`` 2 the one before it."""
     if place > len(runs):
         there = f"there are only {counted(len(runs), 'run')}" if runs else "there are no runs yet"
         raise UsageError(f"{word}: {there} below {runs_root()}; `hpc-train submit FILE` starts some")

@@ -169,9 +169,8 @@ class MetricsFile(GrowingFile):
     def copy_kept(self, old: BinaryIO, new: BinaryIO) -> None:
         size = self._kept_bytes(old, self._resumed_step)
         old.seek(0)
-        recorded = {
-            row["step"] for row in _evaluation_rows(_first_lines(old, size if self._evaluated else 0))
-        }
+        lines = _first_lines(old, size if self._evaluated else 0)
+        recorded = {row["step"] for row in _evaluation_rows(lines)}
         missing = [row for step, row in sorted(self._evaluated.items()) if step not in recorded]
         old.seek(0)
         _copy_rows(_first_lines(old, size), new, missing)
@@ -210,7 +209,6 @@ class MetricsFile(GrowingFile):
 
 
 def _first_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the lines in the next ``size`` bytes."""
     for line in file if size > 0 else ():
         yield line
         size -= len(line)

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.random_numbers import stream_seed
 from hpc_train.training.datasets.sources import digits
-from hpc_train.training.distributed.seeds import stream_seed
 from tests.end_to_end import paced
 from tests.end_to_end.parts import Block
 

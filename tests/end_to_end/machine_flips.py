@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.training.distributed.seeds import stream_seed
+from hpc_train.training.datasets.random_numbers import stream_seed
 from tests.end_to_end.parts import Net
 
 #: In the environment: a flip that no replay repeats, ``gradient:10:1`` or ``gradient:10-60:0-3``.

@@ -306,20 +306,19 @@ DATA: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("is_included", [True, False], ids=["included", "not included"])
-@pytest.mark.parametrize("text", DATA)
-def test_changed_data_are_named(
-    text: str, is_included: bool, author: Author, archive: Path, tmp_path: Path
-) -> None:
+def test_changed_data_are_named(is_included: bool, author: Author, archive: Path, tmp_path: Path) -> None:
     file = archive
     if not is_included:
         file = tmp_path / "run.tar"
         assert author.bundle("-o", file, "--max-data", "0")["not_included"] == ["data.root"]
         done = hpc_train("reproduce", file, cwd=tmp_path)
         assert done.code == 2 and "does not contain the files of data.root; add --data PATH" in done.err
-    shutil.copytree(author.home / "pictures", tmp_path / "pictures")
-    DATA[text](tmp_path / "pictures")
-    answer = reproduced(file, "--trust", "--data", "pictures", code=1, cwd=tmp_path)
-    assert named(answer)["data.root"] == ("data", None, text, True) and answer["reproduction"] is None
+    for number, (text, change) in enumerate(DATA.items()):
+        folder = f"pictures-{number}"
+        shutil.copytree(author.home / "pictures", tmp_path / folder)
+        change(tmp_path / folder)
+        answer = reproduced(file, "--trust", "--data", folder, code=1, cwd=tmp_path)
+        assert named(answer)["data.root"] == ("data", None, text, True) and answer["reproduction"] is None
 
 
 def test_a_changed_checkpoint_is_refused_and_one_with_new_hashes_named(archive: Path, tmp_path: Path) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from io import BytesIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from hpc_train.paths import RunPaths
 from hpc_train.report.html.collecting import collect
@@ -108,18 +106,16 @@ _FLAWS = """() => {
 }"""
 
 
-def test_nothing_is_cut_covered_or_small_at_any_width(
-    browser: Any, pages: dict[int, Path], tmp_path: Path
-) -> None:
-    """The screenshots are kept in ``HPC_TRAIN_SCREENSHOTS`` if it is set."""
-    folder = Path(os.environ.get("HPC_TRAIN_SCREENSHOTS", tmp_path))
+def test_nothing_is_cut_covered_or_small_at_any_width(browser: Any, pages: dict[int, Path]) -> None:
+    """Screenshots are written to the folder ``HPC_TRAIN_SCREENSHOTS`` if it is set."""
+    folder = os.environ.get("HPC_TRAIN_SCREENSHOTS")
     for (count, file), width in product(pages.items(), _WIDTHS):
         page, said = opened(browser, file, viewport={"width": width, "height": 900})
         assert (page.evaluate(_FLAWS), _requests(said, file)) == ([], []), (count, width)
         for scheme in _SCHEMES:
             page.emulate_media(color_scheme=scheme)
-            content = page.screenshot(path=folder / f"{count}-{width}-{scheme}.png", full_page=True)
-            assert Image.open(BytesIO(content)).width == width
+            if folder:
+                page.screenshot(path=Path(folder) / f"{count}-{width}-{scheme}.png", full_page=True)
             if (count, width, scheme) in {(9, 400, "light"), (9, 1600, "dark")}:  # axe takes seconds
                 page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
                 assert violations(page) == []

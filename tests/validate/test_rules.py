@@ -14,8 +14,8 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts import by_name
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.facts import DataFacts
+from hpc_train.experiment.plan.planning import over_budget, over_share
 from hpc_train.experiment.validate import model_facts, part_rules
-from hpc_train.experiment.validate.budget_rules import over_budget, over_share
 from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.validate.own_parts import missing_parts
 from hpc_train.experiment.validate.rules import check_start, unused_without_queue

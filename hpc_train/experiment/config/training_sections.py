@@ -221,8 +221,7 @@ class DataConfig(Section):
     """Largest number of pixels of an image file; one with more can't be read. Default: that of Pillow,
     178,956,970."""
     normalize: Annotated[
-        NormalizeConfig | None,
-        BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v),
+        NormalizeConfig | None, BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v)
     ] = None
     """Mean and standard deviation per channel; or ``weights``: those of the pretrained weights, with their
     interpolation, and their crop unless ``eval_crop`` is given. Default: those of the data set."""

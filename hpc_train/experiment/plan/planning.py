@@ -1,14 +1,16 @@
-"""Plans the runs of a checked file: ranks, batches and cost.
+"""Plans the runs of a checked file: ranks, batches, and their shares of the budget of GPU-hours.
 
 Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does not depend on torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from hpc_train.console import rounded
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.keys import SCALING
 from hpc_train.experiment.config.problems import Problem
@@ -16,18 +18,10 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.data_facts.by_name import training_samples
 from hpc_train.experiment.plan.sweep import expand
-from hpc_train.experiment.topology.batch_arithmetic import (
-    StepLayout,
-    accumulation,
-    count_micro_batches,
-    count_total_steps,
-    count_warmup_steps,
-    too_few_samples,
-    too_long_warmup,
-)
+from hpc_train.experiment.topology import batch_arithmetic
+from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import AXES, Degrees, Ranks, bubble, find_degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
-from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.sweep_rules import swept_paths
 
@@ -66,7 +60,7 @@ class PlannedRun:
         """Micro-batches of the rank with the most in one step."""
         if self.micro_batches is None or self.data_ranks is None:
             return None
-        return accumulation(self.micro_batches, self.data_ranks)
+        return batch_arithmetic.accumulation(self.micro_batches, self.data_ranks)
 
     @property
     def parallel(self) -> ParallelConfig | None:
@@ -181,11 +175,8 @@ def make_plan(
 def _refuse_scaling(loaded: Loaded) -> None:
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
-    problems = [
-        loaded.problem(swept.place, message, remedy, "sweep.scaling")
-        for swept, path in swept_paths(loaded.experiment)
-        if path in SCALING
-    ]
+    scaling = [swept for swept, path in swept_paths(loaded.experiment) if path in SCALING]
+    problems = [loaded.problem(swept.place, message, remedy, "sweep.scaling") for swept in scaling]
     if problems:
         raise BadFileError(problems)
 
@@ -200,15 +191,17 @@ def _misfits(experiment: Experiment, num_samples: int) -> Iterator[Problem]:
     elif num_samples == 0:
         remedy = "write the folder that contains train/<class>/"
         yield Problem(("data", "root"), "contains no training images", remedy, code="data.empty")
-    elif too_few := too_few_samples(
+    elif too_few := batch_arithmetic.too_few_samples(
         optimization.global_batch_size, optimization.micro_batch_size, num_samples
     ):
         yield too_few
     else:
         steps_per_epoch = num_samples // optimization.global_batch_size
-        warmup = count_warmup_steps(optimization.schedule, steps_per_epoch)
-        total = count_total_steps(optimization, steps_per_epoch)
-        if total is not None and (too_long := too_long_warmup(optimization.schedule, warmup, total)):
+        warmup = batch_arithmetic.count_warmup_steps(optimization.schedule, steps_per_epoch)
+        total = batch_arithmetic.count_total_steps(optimization, steps_per_epoch)
+        if total is not None and (
+            too_long := batch_arithmetic.too_long_warmup(optimization.schedule, warmup, total)
+        ):
             yield too_long
 
 
@@ -218,9 +211,9 @@ def _with_steps(run: PlannedRun, experiment: Experiment, num_samples: int | None
     return replace(
         run,
         degrees=_degrees(experiment, run.size),
-        micro_batches=count_micro_batches(optimization),
+        micro_batches=batch_arithmetic.count_micro_batches(optimization),
         steps_per_epoch=steps_per_epoch,
-        total_steps=count_total_steps(optimization, steps_per_epoch),
+        total_steps=batch_arithmetic.count_total_steps(optimization, steps_per_epoch),
     )
 
 
@@ -229,3 +222,77 @@ def _degrees(experiment: Experiment, size: Ranks) -> Degrees | None:
         return None
     degrees = find_degrees(experiment.parallel, size.most, size.per_node or size.most)
     return None if isinstance(degrees, Problem) else degrees
+
+
+J = TypeVar("J", bound=Job)
+_KEY = ("slurm", "max_gpu_hours")
+#: Rounding error of sums and shares of floats.
+_ROUNDING = 1e-9
+
+
+def has_budget(experiment: Job) -> bool:
+    """Return True if the file bounds the GPU-hours of its runs."""
+    return experiment.slurm is not None and experiment.slurm.max_gpu_hours is not None
+
+
+def planned_runs(experiment: Job, num_proposed: int) -> int:
+    """Return the number of runs that share the budget: those of a search include later proposals."""
+    search = experiment.sweep.search
+    return search.trials if search else num_proposed
+
+
+def with_share(experiment: J, num_runs: int) -> J:
+    """Return the experiment of one of ``num_runs`` runs with its share of the budget, if there is one."""
+    slurm = experiment.slurm
+    if slurm is None or slurm.max_gpu_hours is None or num_runs == 1:
+        return experiment
+    share = slurm.model_copy(update={"max_gpu_hours": slurm.max_gpu_hours / num_runs})
+    return experiment.model_copy(update={"slurm": share})
+
+
+def over_share(experiment: Job, hours: Sequence[float | None], num_runs: int) -> Problem | None:
+    """Return the problem if one run is predicted to need more than its share, after which it ends.
+
+    ``hours``: the prediction for each run, None if unknown. ``num_runs``: runs that share the budget.
+    """
+    budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None
+    most = max((predicted for predicted in hours if predicted is not None), default=0.0)
+    if budget is None or most <= budget / num_runs * (1 + _ROUNDING):
+        return None
+    message = (
+        f"{rounded(budget)} is divided evenly among {num_runs} runs; the longest is predicted to need "
+        f"{rounded(most)} GPU-hours, and its share is {rounded(budget / num_runs)}"
+    )
+    enough = rounded(math.ceil(most * num_runs))
+    remedy = f"raise it to {enough}, or submit runs of different length from files of their own"
+    return Problem(_KEY, message, remedy, code="budget.share")
+
+
+def over_budget(
+    experiment: Job, predicted_hours: float | None, one_attempt_hours: float | None
+) -> Problem | None:
+    """Return the problem if the runs of the file need more than its budget.
+
+    ``predicted_hours``: of all runs together; if that is unknown, ``one_attempt_hours`` counts, which they
+    use at most in one attempt each.
+    """
+    budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None
+    if budget is None:
+        return None
+    if predicted_hours is not None:
+        if predicted_hours <= budget:
+            return None
+        needed = f"{rounded(predicted_hours)} GPU-hours that the runs are predicted to need"
+        message = f"{rounded(budget)} is less than the {needed}"
+        return Problem(
+            _KEY, message, "raise it, train fewer steps or runs, or request fewer GPUs", code="budget.runs"
+        )
+    if one_attempt_hours is None or one_attempt_hours <= budget:
+        return None
+    needed = f"{rounded(one_attempt_hours)} GPU-hours that one attempt of each run may use"
+    message = f"{rounded(budget)} is less than the {needed}"
+    remedy = (
+        "write a shorter slurm.time_limit (runs resume automatically), raise it, or train a short run first, "
+        "from which the time is predicted"
+    )
+    return Problem(_KEY, message, remedy, code="budget.attempts")

@@ -59,7 +59,7 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("slurm", "nodes"), message, f"write {high}-{low}")
 
 
-@rule("slurm.spare-nodes", "slurm.spare_nodes", "slurm.nodes", "slurm.runs_per_job", "recovery.restart")
+@rule("slurm.spare-nodes", "slurm.spare_nodes slurm.nodes slurm.runs_per_job recovery.restart")
 def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
     """``spare_nodes`` needs a number of nodes, a restart in place, and a job for each run."""
     slurm = experiment.slurm
@@ -79,11 +79,7 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
 
 @rule(
     "slurm.too-many-ranks",
-    "slurm.nodes",
-    "slurm.gpus_per_node",
-    "slurm.ranks_per_node",
-    "parallel",
-    "optimization.global_batch_size",
+    "slurm.nodes slurm.gpus_per_node slurm.ranks_per_node parallel optimization.global_batch_size "
     "optimization.micro_batch_size",
 )
 def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
@@ -114,19 +110,14 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
 def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     """The product of the degrees must divide the number of ranks."""
     slurm, parallel = experiment.slurm, experiment.parallel
-    degrees = (parallel.shard, parallel.replicate, parallel.tensor, parallel.pipeline)
-    product = prod(degree or 1 for degree in degrees)
+    keys = ("shard", "replicate", "tensor", "pipeline")
+    product = prod(getattr(parallel, key) or 1 for key in keys)
     if slurm is None or (min_nodes(slurm) * ranks_on_each_node(slurm)) % product == 0:
         return
     ranks = min_nodes(slurm) * ranks_on_each_node(slurm)
-    key = next(
-        key for key in ("shard", "replicate", "tensor", "pipeline") if (getattr(parallel, key) or 1) > 1
-    )
-    yield Problem(
-        ("parallel", key),
-        f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks",
-        f"write degrees whose product divides {ranks}",
-    )
+    key = next(key for key in keys if (getattr(parallel, key) or 1) > 1)
+    message = f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks"
+    yield Problem(("parallel", key), message, f"write degrees whose product divides {ranks}")
 
 
 @rule("slurm.gpu-type", "slurm.gpu_type", "slurm.gpus_per_node")
@@ -230,7 +221,7 @@ def training_can_share_a_gpu(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("optimization", "micro_batch_size"), message, remedy)
 
 
-@rule("recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job")
+@rule("recovery.standby", "recovery.standby recovery.restart slurm.runs_per_job")
 def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
     """``standby`` needs ranks of our trainer, a restart in place, and a job for each run."""
     if not experiment.recovery.standby:
@@ -247,17 +238,8 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
 
 @rule(
     "evaluation.as-job",
-    "evaluation",
-    "parallel",
-    "checkpoint.best",
-    "early_stopping",
-    "sweep.search",
-    "optimization.on_non_finite",
-    "optimization.on_spike",
-    "recovery.verify_every_steps",
-    "logging",
-    "slurm.runs_per_job",
-    "environment.container",
+    "evaluation parallel checkpoint.best early_stopping sweep.search optimization.on_non_finite "
+    "optimization.on_spike recovery.verify_every_steps logging slurm.runs_per_job environment.container",
 )
 def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
     """``as_job`` evaluates on one rank, and nothing in training may wait for the result."""

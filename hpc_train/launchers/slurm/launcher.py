@@ -7,16 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.base import (
-    CheckRequest,
-    Finding,
-    JobForecast,
-    JobSection,
-    JobUsage,
-    KeyProblem,
-    Ranks,
-    StartRequest,
-)
+from hpc_train.launchers import base
+from hpc_train.launchers.base import CheckRequest, KeyProblem, Ranks, StartRequest
 from hpc_train.launchers.slurm import queue_status, scancel, submission
 from hpc_train.launchers.slurm.commands import MAX_AGE_S
 from hpc_train.launchers.slurm.queue_status import SlurmBase
@@ -98,25 +90,25 @@ class SlurmLauncher(SlurmBase):
         """Return the cluster of the active run's job, if it is not the cluster reached from here."""
         return queue_status.other_cluster(paths)
 
-    def checks(self, request: CheckRequest) -> list[Finding]:
+    def checks(self, request: CheckRequest) -> list[base.Finding]:
         """Check the cluster's configuration and, with a file, its request."""
         from hpc_train.launchers.slurm import cluster_checks
 
         return cluster_checks.check(request)
 
-    def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+    def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[base.Finding]:
         """Run a small job on each node, or on any one. Raises OSError if runs can't be written."""
         from hpc_train.launchers.slurm import check_job
 
         return check_job.check_nodes(request.experiment, nodes, limit_s)
 
-    def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
+    def job_section(self, queue: str | None, gpus_per_node: int | None) -> base.JobSection:
         """Return the section ``slurm`` for one node of the partition ``queue``, or of the best one."""
         from hpc_train.launchers.slurm import cluster_facts
 
         return cluster_facts.job_section(cluster_facts.read(), queue, gpus_per_node)
 
-    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[base.JobForecast]:
         """Query ``sbatch --test-only``; empty if Slurm is not installed."""
         from hpc_train.launchers.slurm import job_arrays
 
@@ -128,7 +120,7 @@ class SlurmLauncher(SlurmBase):
 
         return job_arrays.shared_jobs(runs)
 
-    def job_usage(self, paths: RunPaths) -> JobUsage | None:
+    def job_usage(self, paths: RunPaths) -> base.JobUsage | None:
         """Query ``sacct`` for all jobs of the run."""
         from hpc_train.launchers.slurm import accounting
 

@@ -123,10 +123,7 @@ def sbatch(batch: Batch, runs: int = 1) -> str:
 
 
 def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run sbatch with these arguments, which include ``--parsable``; return the job's number.
-
-    Other output of a site's wrapper or plug-in is ignored.
-    """
+    """Run sbatch with these arguments, including ``--parsable``; return the job's number."""
     output = commands.run(["sbatch", *arguments], limit_s=_SBATCH_LIMIT_S, environ=environ)
     number = job_number(output)
     if number is None:
@@ -136,10 +133,7 @@ def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> st
 
 
 def job_number(output: str) -> str | None:
-    """Return the number in sbatch's own line; None without such a line, or if several differ.
-
-    Without a line break at its end a line may be incomplete.
-    """
+    """Return the number in sbatch's own complete line; None without one, or if several differ."""
     lines = [line.strip() for line in output.split("\n")[:-1]]
     for pattern in (_SENTENCE, _PARSABLE):
         numbers = {match[1] for line in lines if (match := pattern.fullmatch(line))}

@@ -95,19 +95,14 @@ def batch(
     profile = profiles.find(slurm.profile, problem)
     experiment = profile.applied(experiment)
     folder = Path.cwd()
-    _refuse_paths(
-        submission, snapshot, folder, search_path, in_container=bool(experiment.environment.container)
-    )
+    has_container = experiment.environment.container is not None
+    _refuse_paths(submission, snapshot, folder, search_path, in_container=has_container)
     folders = (submission.parents[2], folder)
     python = python_command(experiment, profile, folders)
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
+    job = options.of_slots(experiment, sharing.slots)
     parameters = options.sbatch_parameters(
-        options.of_slots(experiment, sharing.slots),
-        profile,
-        lead_s=lead_s,
-        max_parallel=max_parallel,
-        held=held,
-        exclude=exclude,
+        job, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, exclude=exclude
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
     parameters["srun_args"] += container.srun_args(experiment, profile, folders)
@@ -130,10 +125,8 @@ def batch(
         # The slots call srun themselves; submitit's arguments are ignored by this function.
         command, parameters["use_srun"] = ["hpc_train_slots"], False
     parameters["setup"] = rendered("setup.sh.j2", setup)
-    parameters["teardown"] = rendered(
-        "teardown.sh.j2",
-        {key: setup[key] for key in ("submission", "slots", "standby")},
-    )
+    of_teardown = {key: setup[key] for key in ("submission", "slots", "standby")}
+    parameters["teardown"] = rendered("teardown.sh.j2", of_teardown)
     evaluation = _evaluation_script(submission, experiment, profile, setup) if setup["evaluations"] else None
     return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task, evaluation)
 
@@ -204,11 +197,8 @@ def _setup(
 
 def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
     """Return the profile's values for the templates."""
-    return {
-        "name": slurm.profile,
-        "lines": profile.setup,
-        "module_init": _expanded(profile.module_init or ""),
-    }
+    init = _expanded(profile.module_init or "")
+    return {"name": slurm.profile, "lines": profile.setup, "module_init": init}
 
 
 def rendered(template: str, values: Mapping[str, Any]) -> list[str]:
