@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.launchers.slurm import evaluations, queue_status
+from hpc_train.launchers.slurm import evaluations, queue, queue_status
 from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
 from hpc_train.launchers.slurm.queue_status import (
     CUT_SHORT,
@@ -500,9 +500,7 @@ def test_an_evaluation_whose_job_has_ended_without_a_result_has_failed(
     facts = {key: moment[key] if value is None else value for key, value in facts.items()}
     named = {"name": evaluations.job_name(paths, 4)} | facts
     queued = {"31": JobState("31", state, **named), "12": job("12", "RUNNING")}
-    monkeypatch.setattr(
-        queue_status, "ask", lambda keys, also, max_age_s: {key: queued[key[0]] for key in keys}
-    )
+    monkeypatch.setattr(queue, "ask", lambda keys, also, max_age_s: {key: queued[key[0]] for key in keys})
     statuses([paths])
     failures = {} if how is None else {4: f"job 31 ended without a result: {how}"}
     assert evaluation_jobs.failures(paths) == failures
