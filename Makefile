@@ -18,14 +18,14 @@ PEERS := .bench/peers
 # Seeds of random faults: of `make soak`, and of `make test-full`.
 SEEDS ?= 1-100
 FULL_SEEDS ?= 1-20
-# Seeds of `make bisect-faults`.
+# Seeds of `make bisect-faults` and `make verify-faults`.
 FAULTS ?= 1-60
 # Mutants of `make mutation`.
 NUM ?= 40
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix test-image soak bisect-faults answers reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
+.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix test-image soak bisect-faults verify-faults answers reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -74,7 +74,7 @@ test: ## run all tests except those that take hours; as root on Debian installs 
 
 test-full: ## all tests with more seeds, all parallel settings, a short soak and mutation testing: hours
 	@+$(INSTALL_ALL)
-	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
+	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FUZZ=3000 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 
 test-slurm-new: install ## run the Slurm tests with Debian 13's Slurm 24.11 in a chroot: half an hour; needs root
@@ -95,6 +95,10 @@ test-image: install ## build the image of envs/ by podman, resume a preempted ru
 
 bisect-faults: install ## FAULTS=1-60: runs with a seeded random fault each, which bisect must name: about half an hour
 	@$(BIN)/python -m tests.end_to_end.random_faults --seeds $(FAULTS)
+
+verify-faults: install ## FAULTS=1-60: the same on a node of a real Slurm, for verify_every_steps to find: about half an hour
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
+	@$(BIN)/python -m tests.end_to_end.random_faults --on-slurm --seeds $(FAULTS)
 
 answers: install ## 10,000 seeded sequences of damaged answers of Slurm's programs: about 10 minutes on 2 cores
 	@HPC_TRAIN_TEST_ANSWERS=10000 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) tests/launchers/slurm/test_damaged_answers.py

@@ -37,7 +37,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.memory_prediction import PredictedStep
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
@@ -232,8 +232,7 @@ def measured_peak(name: str, config: Experiment, device: torch.device) -> int:
     context = RankContext(0, Degrees(), device, precision, parallel=config.parallel)
     arithmetic = BatchArithmetic.of(config.optimization, _NUM_SAMPLES, 1)
     state = build(config, model.info, arithmetic, context)
-    to_input = make_to_input(config, model.info, device, precision)
-    forward = TrainingForward.of(config, state, make_task(config, model.info), precision, device, to_input)
+    forward = TrainingForward.of(config, model.info, state, make_task(config, model.info), precision, device)
     guard = Guard(config.optimization, state.model, norm_counts=False)
     whole = replace(model.sample.repeated(model.micro_batch_size), weight=1 / arithmetic.micro_batches)
     batches = [replace(whole, number=slot) for slot in range(2)]

@@ -47,7 +47,7 @@ from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees, find_degrees
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.memory_prediction import PredictedStep
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
@@ -159,8 +159,7 @@ def measured(model: Model, experiment: Experiment, rank: int) -> dict[str, int]:
     others = _storages() if is_pipeline else {}
     state = build(experiment, model.info, arithmetic, context)
     task = make_task(experiment, model.info)
-    to_input = make_to_input(experiment, model.info, _CPU, context.precision)
-    forward = TrainingForward.of(experiment, state, task, context.precision, _CPU, to_input)
+    forward = TrainingForward.of(experiment, model.info, state, task, context.precision, _CPU)
     guard = Guard(experiment.optimization, state.model, norm_counts=False)
     state.wrapped.train()
     train_step(state, 0, batches, forward, guard, None)

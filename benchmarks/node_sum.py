@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.measuring import cannot_run, comparison, conditions, parser, report, rounds_of
 from hpc_train.rank.network import loopback_interface
-from hpc_train.training.distributed.shared_sum import open_shared_sum
+from hpc_train.training.distributed.shared_flags import open_shared_sum
 
 GLOO, SHARED = "gloo", "shared memory"
 #: Ranks and MiB: a small model's gradients, and one bucket of DDP.

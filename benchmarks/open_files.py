@@ -1,4 +1,4 @@
-"""Open files and sockets of a rank by the number of ranks, and what ``distributed.open_files`` demands.
+"""Open files and sockets of a rank by the number of ranks, and what ``distributed.rank_limits`` demands.
 
     python -m benchmarks.open_files [--ranks 4 8 16] [--quick]
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.experiment.topology.degrees import AXES
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import open_files
+from hpc_train.training.distributed import rank_limits
 from hpc_train.training.distributed.process_group import join
 
 FILES, SLOPE = "Open files of a rank", "Open files per peer"
@@ -58,7 +58,7 @@ def measure(ranks: int) -> dict[str, dict[str, int]]:
         counts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     added = [{"ddp": ddp - before, "fsdp": fsdp - before} for before, ddp, fsdp in counts]
     others = {key: max(each[key] for each in added[1:]) for key in ("ddp", "fsdp")}
-    demanded = open_files.needed(RankFacts(0, ranks, 0, ranks), (1, 1, ranks, 1), loaders=0)
+    demanded = rank_limits.needed_files(RankFacts(0, ranks, 0, ranks), (1, 1, ranks, 1), loaders=0)
     return {"rank 0": added[0], "another rank": others, "limit demanded of rank 0": {"fsdp": demanded}}
 
 

@@ -21,11 +21,9 @@ benchmarks/results/preemption.json.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,14 +32,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import QUICK_ROUNDS, cannot_run, comparison, conditions, parser, report, table
+from benchmarks import slurm_cluster
+from benchmarks.measuring import QUICK_ROUNDS, comparison, conditions, parser, report, table
 from benchmarks.submitit_training import SubmititTraining
 from hpc_train.run.attempts import read_record
 from tests.end_to_end.runs import REPOSITORY, last_step
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES, Settings
 from tests.slurm.experiments import job_of, submit_one
-from tests.slurm.host import why_not
 from tests.slurm.runs import high_job, squeue
 
 #: Ways to interrupt → titles of their comparisons.
@@ -79,29 +77,12 @@ slurm: {partition: low, nodes: 1, time_limit: 60min, exclude: "PEERS_NODES"}
 
 def main() -> None:
     arguments = parser(__doc__, rounds=ROUNDS).parse_args()
-    reason = why_not(accounting=False)
-    if reason:
-        cannot_run(f"there is no test cluster: {reason}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        settings = Settings(accounting=False, grace_s=20)
-        cluster = Cluster(folder / "cluster", settings)
-        cluster.up()
-        os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1"})
-        os.environ.pop(
-            "PYTHONDONTWRITEBYTECODE", None
-        )  # each attempt would compile hpc-train's modules again
-        try:
-            slurm = cluster.run("sinfo", "--version").strip()
-            if arguments.quick:
-                values = {
-                    ("preemption", OURS): _rounds_of_ours(cluster, folder, ["preemption"] * QUICK_ROUNDS)
-                }
-            else:
-                values = _measured(cluster, folder, arguments.rounds)
-        finally:
-            cluster.down()
+    settings = Settings(accounting=False, grace_s=20)
+    with slurm_cluster.started(settings, OMP_NUM_THREADS="1") as (cluster, folder, slurm):
+        if arguments.quick:
+            values = {("preemption", OURS): _rounds_of_ours(cluster, folder, ["preemption"] * QUICK_ROUNDS)}
+        else:
+            values = _measured(cluster, folder, arguments.rounds)
     measured_with = conditions(["submitit"]) | {"slurm": slurm, "ranks": 1}
     compared, tables = _results(values, OURS if arguments.quick else PEER)
     report("preemption", arguments, measured_with, compared, tables)

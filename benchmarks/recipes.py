@@ -42,9 +42,9 @@ from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.decoding import read_image
 from hpc_train.training.datasets.joint import JointTransform
 from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.random_numbers import seed_build
 from hpc_train.training.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.training.datasets.targets import TargetCheck
-from hpc_train.training.distributed.seeds import seed_build
 from hpc_train.training.models.building import build_model
 from hpc_train.training.tasks.detection import average_precision
 

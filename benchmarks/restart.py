@@ -24,7 +24,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import cannot_run, comparison, conditions, parser, report, rounds_of, table
+from benchmarks import slurm_cluster
+from benchmarks.measuring import comparison, conditions, parser, report, rounds_of, table
 from benchmarks.restart_training import SAVE_EVERY
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
@@ -40,7 +40,6 @@ from tests.end_to_end.runs import REPOSITORY
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NUM_NODES, Settings
 from tests.slurm.experiments import job_of, ranks_of, submit_one
-from tests.slurm.host import why_not
 from tests.slurm.runs import sbatch, squeue
 from tests.slurm.test_standby import standby_files
 
@@ -90,23 +89,10 @@ def main() -> None:
         "--resume", type=Path, help="keep measurements in this file, and continue after them"
     )
     arguments = options.parse_args()
-    reason = why_not(accounting=False)
-    if reason:
-        cannot_run(f"there is no test cluster: {reason}")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        cluster = Cluster(folder / "cluster", Settings(accounting=False))
-        cluster.up()
-        os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1"})
-        # Each attempt would compile hpc-train's modules again.
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        try:
-            slurm = cluster.run("sinfo", "--version").strip()
-            arms = _arms(cluster, _numbered(folder))
-            values = _measured(arms, rounds_of(arguments), arguments.resume or folder / "values.json")
-        finally:
-            cluster.down()
+    settings = Settings(accounting=False)
+    with slurm_cluster.started(settings, OMP_NUM_THREADS="1") as (cluster, folder, slurm):
+        arms = _arms(cluster, _numbered(folder))
+        values = _measured(arms, rounds_of(arguments), arguments.resume or folder / "values.json")
     compared, tables = [], []
     for title, baseline in ((TRAINER, REQUEUE), (SCRIPT, TORCHRUN)):
         of_title = {arm: rounds for (of, arm), rounds in values.items() if of == title}

@@ -4,12 +4,13 @@
 
 The runs are made here: each has 200 steps in ``metrics.jsonl``, attempts and evaluations. The baseline is a
 bare Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Then
-`status`, `compare` and `report` of 10,000 runs, once each. Writes benchmarks/results/run_pages.json.
-``--quick``: 20 runs.
+`status`, `compare` and `report` of 10,000 runs, and `status` of one run with 2,000,000 rows, once each.
+Writes benchmarks/results/run_pages.json. ``--quick``: 20 runs and 2,000 rows.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import ROOT, comparison, conditions, interleaved, parser, report, rounds_of, table
+from hpc_train.run.run_status import RunStatus
 from tests.report.made_runs import made_sweep
 
 COUNT, COUNT_QUICK, STEPS = 1000, 20, 200
 MANY = 10_000
+ROWS, ROWS_QUICK = 2_000_000, 2_000
 BARE, REPORT, COMPARE = "bare reading", "hpc-train report", "hpc-train compare"
 READS = """
 import json, pathlib, sys
@@ -51,7 +54,8 @@ def main() -> None:
         values = interleaved(arms, rounds_of(arguments))
     title = f"report and compare of {count:,} runs"
     many = _of_many(COUNT_QUICK if arguments.quick else MANY)
-    report("run_pages", arguments, conditions(), [comparison(title, "seconds", values, BARE)], [many])
+    long = _of_long_run(ROWS_QUICK if arguments.quick else ROWS)
+    report("run_pages", arguments, conditions(), [comparison(title, "seconds", values, BARE)], [many, long])
 
 
 def _of_many(count: int) -> dict[str, Any]:
@@ -63,6 +67,25 @@ def _of_many(count: int) -> dict[str, Any]:
         for command in (["status"], ["compare", name], ["report", name, "-o", str(page)]):
             rows[f"hpc-train {command[0]}"] = _used(runs, ["-m", "hpc_train", *command])
     return table(f"status, compare and report of {count:,} runs", "", rows)
+
+
+def _of_long_run(num_rows: int) -> dict[str, Any]:
+    """Return the table of time and memory of `status` of one run; every 1,000th row is an evaluation."""
+    with tempfile.TemporaryDirectory() as folder:
+        (run,) = made_sweep(Path(folder), 1, steps=STEPS)
+        lines = run.metrics.read_text().splitlines()
+        train, val = (next(line for line in lines if f'"{split}"' in line) for split in ("train", "val"))
+        rows = {
+            split: json.dumps(json.loads(line) | {"step": "STEP"})
+            for split, line in (("train", train), ("val", val))
+        }
+        with run.metrics.open("w") as file:
+            for step in range(1, num_rows + 1):
+                row = rows["train" if step % 1000 else "val"]
+                file.write(row.replace('"STEP"', str(step)) + "\n")
+        run.status.write_text(json.dumps(RunStatus("completed", num_rows, num_rows, 3.0, 1).to_json()))
+        used = _used(Path(folder), ["-m", "hpc_train", "status", str(run.folder)])
+    return table(f"status of a run with {num_rows:,} rows", "", {"hpc-train status RUN": used})
 
 
 def _used(runs: Path, command: list[str]) -> dict[str, float | None]:

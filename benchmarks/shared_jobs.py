@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,16 +29,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measuring import (
-    cannot_run,
-    comparison,
-    conditions,
-    interleaved,
-    parser,
-    report,
-    rounds_of,
-    table,
-)
+from benchmarks import slurm_cluster
+from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of, table
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.run_status import read_status
@@ -62,7 +53,6 @@ from tests.slurm.experiments import (
     wait_for_state,
     wait_for_step,
 )
-from tests.slurm.host import why_not
 from tests.slurm.runs import high_job
 
 #: Sleep in each of the four micro-batches of a step, so that a run takes about ten seconds.
@@ -179,18 +169,11 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--part", choices=["makespan", "disturbed"], help="measure only this")
     arguments = options.parse_args()
-    if reason := why_not(accounting=False):
-        cannot_run(f"there is no test cluster: {reason}")
     num_runs, slots = (8, 4) if arguments.quick else (32, 8)
     num_jobs = num_runs // slots
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        cluster = Cluster(folder / "cluster", Settings(accounting=False))
-        cluster.up()
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ.update(cluster.environment | ENVIRONMENT | warm.for_jobs())
-        try:
+    try:
+        with slurm_cluster.started(Settings(accounting=False)) as (cluster, folder, slurm):
+            os.environ.update(ENVIRONMENT | warm.for_jobs())
             sweep = Sweep(cluster, folder, num_runs)
             arms = {
                 f"{num_runs} jobs": partial(sweep.makespan_s, 1),
@@ -204,10 +187,8 @@ def main() -> None:
                 sweep.makespan_s(1)  # the runs with which others are compared
             if arguments.part != "makespan":
                 rows = {name: sweep.disturbed(slots, disturb) for name, disturb in DISTURBANCES.items()}
-            slurm = cluster.run("sinfo", "--version").strip()
-        finally:
-            cluster.down()
-            warm.close()
+    finally:
+        warm.close()
     title = f"Sweep of {num_runs} runs on four exclusive nodes: submit to the end of the last run"
     compared = [comparison(title, "seconds", values, f"{num_runs} jobs")] if values else []
     title = f"Sweep of {num_runs} runs in {num_jobs} jobs of {slots} slots, one of them disturbed"

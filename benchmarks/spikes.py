@@ -26,7 +26,7 @@ RECIPES = {
     "digits": ("optimization.epochs=100",),
     "shakespeare": ("data.root=DATA/tinyshakespeare.txt", "optimization.steps=300"),
     "cifar10-cpu": ("data.root=DATA/cifar10-images",),
-    "camvid-lraspp": ("data.root=DATA/camvid", "data.image_size=[90, 120]", "optimization.steps=330"),
+    "camvid-lraspp": ("data.root=DATA/camvid", "data.image_size=[90, 120]"),
     "bccd-fcos": ("data.root=DATA/bccd", "optimization.steps=300"),
 }
 ALWAYS = ("device=cpu", "optimization.on_spike=report", "logging.every_steps=1000")

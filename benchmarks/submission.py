@@ -33,9 +33,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import slurm_cluster
 from benchmarks.measuring import (
     ROOT,
-    cannot_run,
     comparison,
     conditions,
     growth,
@@ -193,22 +193,11 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--runs", type=int, nargs="+", default=SIZES)
     arguments = made.parse_args()
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        cannot_run("Slurm's daemons are needed, and root: tests/slurm/install.sh installs them")
     sizes = QUICK_SIZES if arguments.quick else sorted(set(arguments.runs))
     rounds = rounds_of(arguments)
-    with tempfile.TemporaryDirectory(prefix="hpc-train-slurm-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
+    with slurm_cluster.started(SETTINGS) as (cluster, folder, slurm):
         (folder / "work").mkdir()
-        cluster = Cluster(folder / "cluster", SETTINGS)
-        cluster.up()
-        os.environ.update(cluster.environment)
-        try:
-            slurm = cluster.run("sinfo", "--version").strip()
-            comparisons, tables = _measure(Bench(folder, cluster), sizes, rounds)
-        finally:
-            cluster.down()
+        comparisons, tables = _measure(Bench(folder, cluster), sizes, rounds)
     measured_with = conditions(("submitit",)) | {"slurm": slurm, "jobs": "held", "disk": _disk()}
     report("submission", arguments, measured_with, comparisons, tables)
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import ROOT, conditions, parser, report, table
+from hpc_train.cli.plan_cost import mean_step_s
 from hpc_train.errors import counted
 from hpc_train.paths import RunPaths
-from hpc_train.report.measured_runs import mean_step_s
 from hpc_train.report.metrics_reader import rows_in
 
 TITLES = {

@@ -10,16 +10,14 @@ from typing import Any
 
 from hpc_train.cli.bisect import Bisection
 from hpc_train.cli.bundle import Bundled
-from hpc_train.cli.checkpoint_commands import Export
 from hpc_train.cli.clean import Cleaning, Removal
 from hpc_train.cli.compare import Comparison, GroupComparison
 from hpc_train.cli.compare_diff import Difference
 from hpc_train.cli.doctor import Diagnosis
-from hpc_train.cli.evaluate import Evaluation
+from hpc_train.cli.evaluate import Evaluation, Export, Predictions
 from hpc_train.cli.init import FirstFileJson, Recipes
 from hpc_train.cli.logs import Log
 from hpc_train.cli.plan import PlanJson, StagesJson
-from hpc_train.cli.predict import Predictions
 from hpc_train.cli.report import Page
 from hpc_train.cli.reproduce import Reproduced
 from hpc_train.cli.run_row import Runs

@@ -34,8 +34,7 @@ from hpc_train.report.metrics_reader import (
     metrics_in,
     rows_in,
 )
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_times import attempt_span, elapsed_s
+from hpc_train.report.run_files import RunFiles, attempt_span, elapsed_s, ranks_of
 from hpc_train.report.usage import attempt_cause, goodput
 from hpc_train.run.checkpoints import committed, find_step, selection_words
 from hpc_train.run.find import find_runs, run_name, run_names

@@ -30,8 +30,9 @@ def say(*lines: str) -> None:
     Here, in ``put`` and in ``columns`` control characters and line breaks of an argument are shown as
     escapes: text of a file or a log can neither control the terminal nor forge a line. Callers don't escape.
     """
-    with tolerating_closed_stderr():
-        print("\n".join(map(_as_line, lines)), file=sys.stderr, flush=True)
+    if lines:
+        with tolerating_closed_stderr():
+            print("\n".join(map(_as_line, lines)), file=sys.stderr, flush=True)
 
 
 def say_text(text: str) -> None:
@@ -125,7 +126,8 @@ _MIN_WIDTHS = (
     ("last metric or reason", 4),
 )
 _GAP = 2
-_STYLES = {
+#: State of a run → its style in rich.
+STATE_STYLES = {
     "running": "cyan",
     "completed": "green",
     "failed": "red",
@@ -138,10 +140,7 @@ _STYLES = {
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], titles: Mapping[int, str] | None = None
 ) -> None:
-    """Print the rows below their heads; columns that are empty in all rows are dropped.
-
-    ``titles``: number of a row, from 0 → a line above it.
-    """
+    """Print rows below heads, without empty columns. ``titles``: number of a row → a line above it."""
     above = {place + 1: one_line(title) for place, title in (titles or {}).items()}
     used = [place for place, _ in enumerate(heads) if any(row[place] for row in rows)]
     cells = [[row[place] for place in used] for row in (heads, *rows)]
@@ -158,9 +157,9 @@ def print_table(
         if place in above:
             console.print(Text(shortened(above[place], console.width), style="bold"), soft_wrap=True)
         text = Text(line)
-        state = next((cell for cell in row if cell in _STYLES), None)
+        state = next((cell for cell in row if cell in STATE_STYLES), None)
         if state is not None:
-            text.highlight_words([state], _STYLES[state])
+            text.highlight_words([state], STATE_STYLES[state])
         console.print(text, soft_wrap=True)
 
 

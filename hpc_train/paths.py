@@ -334,6 +334,8 @@ class RunPaths:
     evaluations = _Entry("evaluations")
     #: Requests, jobs and rows of evaluations that jobs of their own carry out.
     evaluation_jobs = _Entry("evaluation_jobs")
+    #: The request of ``verify --replay --submit``, its batch script, and what its jobs have recorded.
+    verification = _Entry("verification")
 
     def evaluation_job(self, step: int, ending: str) -> Path:
         """A file of the job that evaluates the checkpoint of ``step``: due, jobs, json (its row), failed."""

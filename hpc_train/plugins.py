@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
     from hpc_train.training.distributed.device import Precision
     from hpc_train.training.models.base import ModelBuilder
-    from hpc_train.training.models.torchvision_detection import as_given
+    from hpc_train.training.models.torchvision import as_given
     from hpc_train.training.strategies.base import Forward, Piece, RankContext, Strategy
     from hpc_train.training.strategies.data_parallel import DataParallel
     from hpc_train.training.tasks import drawing
@@ -82,7 +82,7 @@ _WITH_TORCH = {
     "hpc_train.training.datasets.types": "Batch DataInfo TargetSpec",
     "hpc_train.training.distributed.device": "Precision",
     "hpc_train.training.models.base": "ModelBuilder",
-    "hpc_train.training.models.torchvision_detection": "as_given",
+    "hpc_train.training.models.torchvision": "as_given",
     "hpc_train.training.strategies.base": "Forward Piece RankContext Strategy",
     "hpc_train.training.strategies.data_parallel": "DataParallel",
     "hpc_train.training.tasks.base": "DrawsPictures Task",

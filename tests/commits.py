@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.run.code.work_tree import commit_of
+from hpc_train.run.code.code_files import commit_of
 
 REPOSITORY = Path(__file__).parents[1]
 

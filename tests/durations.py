@@ -4,6 +4,9 @@ It runs pytest, and for each test with its fixtures measures the wall time and t
 all processes that it starts and of its worker's Slurm daemons. A session fixture counts for the first test
 that uses it. Entries of test files that were not run stay as they are.
 
+``python -m tests.durations --from FILE.xml …`` reads wall times from files of ``pytest --junitxml`` instead,
+of a test in several files from the last one. Tests that ``make test`` does not run any more are left out.
+
 conftest.py asks for an order of the tests by it, in which no worker is busy long after the others.
 """
 
@@ -16,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -100,34 +104,57 @@ def _cpu_clock() -> Callable[[], float]:
     return lambda: sum(os.times()[:4])
 
 
-def _summary(lines: Sequence[str]) -> dict[str, dict[str, object]]:
-    tests: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-    for node, wall, cpu in map(json.loads, lines):
+def _summary(measured: Iterable[Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Return the entries of files; ``measured``: node id, wall seconds and, if measured, CPU seconds."""
+    tests: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for node, *seconds in measured:
         file, _, name = node.partition("::")
-        tests[file][name] = (round(wall, 1), round(cpu, 1))
+        tests[file][name] = [round(each, 1) for each in seconds]
     return {
         file: {
-            "count": len(found),
-            "wall": round(sum(wall for wall, _ in found.values()), 1),
-            "cpu": round(sum(cpu for _, cpu in found.values()), 1),
-            "tests": {name: both for name, both in sorted(found.items()) if max(both) >= _SHORTEST_S},
+            "count": len(times),
+            **{
+                clock: round(sum(each), 1)
+                for clock, each in zip(("wall", "cpu"), zip(*times.values(), strict=True), strict=False)
+            },
+            "tests": {name: both for name, both in sorted(times.items()) if max(both) >= _SHORTEST_S},
         }
-        for file, found in tests.items()
+        for file, times in tests.items()
     }
+
+
+def _from_junit(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the entries of all files of tests that ``make test`` runs and these junit files have."""
+    wall: dict[str, float] = {}
+    for path in paths:
+        for case in ElementTree.parse(path).iter("testcase"):
+            if case.find("skipped") is None:
+                file = case.attrib["classname"].replace(".", "/")
+                wall[f"{file}.py::{case.attrib['name']}"] = float(case.attrib["time"])
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not soak"]
+    listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    return _summary((node, wall[node]) for node in listed if node in wall)
 
 
 def main(arguments: Sequence[str]) -> int:
     before = json.loads(FILE.read_text()) if FILE.exists() else {}
+    if arguments[:1] == ["--from"]:
+        _write(_from_junit(arguments[1:]))
+        return 0
     with tempfile.NamedTemporaryFile("r") as lines:
         command = [sys.executable, "-m", "pytest", "-p", "tests.durations", *arguments]
         code = subprocess.run(command, env=os.environ | {_LINES: lines.name}, check=False).returncode
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # files may lack tests
             return code
-        files = before | _summary(lines.readlines())
-    FILE.write_text(json.dumps(dict(sorted(files.items())), indent=1) + "\n")
-    for name, entry in sorted(files.items(), key=lambda item: -item[1]["cpu"])[:20]:
-        print(f"{entry['cpu']:8.1f} s CPU {entry['wall']:8.1f} s wall  {entry['count']:4} tests  {name}")
+        _write(before | _summary(map(json.loads, lines)))
     return code
+
+
+def _write(files: Mapping[str, dict[str, Any]]) -> None:
+    FILE.write_text(json.dumps(dict(sorted(files.items())), indent=1) + "\n")
+    for name, entry in sorted(files.items(), key=lambda item: -item[1]["wall"])[:20]:
+        cpu = f"{entry['cpu']:8.1f} s CPU " if "cpu" in entry else ""
+        print(f"{cpu}{entry['wall']:8.1f} s wall  {entry['count']:4} tests  {name}")
 
 
 if __name__ == "__main__":

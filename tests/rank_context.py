@@ -12,7 +12,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
 from hpc_train.training.distributed.device import Precision, choose_precision
-from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
+from hpc_train.training.distributed.shared_flags import SharedSum, open_shared_sum
 from hpc_train.training.strategies.base import RankContext
 
 _CPU = torch.device("cpu")

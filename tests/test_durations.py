@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -51,7 +52,23 @@ def test_more_workers_than_files_omit_no_test() -> None:
 
 
 def test_the_summary_adds_up_each_file_and_names_its_long_tests() -> None:
-    lines = [json.dumps(line) for line in (["a.py::x", 0.4, 0.2], ["a.py::y[1]", 2.0, 3.0])]
-    assert durations._summary(lines) == {
-        "a.py": {"count": 2, "wall": 2.4, "cpu": 3.2, "tests": {"y[1]": (2.0, 3.0)}}
+    measured = (["a.py::x", 0.4, 0.2], ["a.py::y[1]", 2.0, 3.0])
+    assert durations._summary(measured) == {
+        "a.py": {"count": 2, "wall": 2.4, "cpu": 3.2, "tests": {"y[1]": [2.0, 3.0]}}
+    }
+
+
+def test_junit_files_give_the_wall_times_of_tests_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = '<testcase classname="tests.d" name="%s" time="%s">%s</testcase>'
+    first = [("long[x]", 80.0, ""), ("new", 3.0, ""), ("gone", 9.0, ""), ("skips", 0.1, "<skipped/>")]
+    files = [tmp_path / "first.xml", tmp_path / "again.xml"]
+    for file, cases in zip(files, (first, [("new", 4.0, "")]), strict=True):
+        file.write_text(f"<testsuites>{''.join(case % each for each in cases)}</testsuites>")
+    listed = "".join(f"tests/d.py::{name}\n" for name in ("long[x]", "new", "skips", "unmeasured"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: CompletedProcess([], 0, f"{listed}4 tests\n"))
+    assert durations.main(["--from", *map(str, files)]) == 0
+    assert json.loads(durations.FILE.read_text()) == {
+        "tests/d.py": {"count": 2, "wall": 84.0, "tests": {"long[x]": [80.0], "new": [4.0]}}
     }

@@ -43,8 +43,8 @@ NAMES: list[tuple[Any, str, str]] = [
     (SlurmExecutor, "_make_submission_file_text _submitit_command_str", "launchers/slurm/script"),
     (torch, "_C _dynamo _functorch _guards", "training/distributed, training/health, training/compiling"),
     (torch, "_foreach_norm _foreach_mul_", "training/strategies/pieces"),
-    (torch, "_foreach_zero_ _foreach_copy_", "training/strategies/running_statistics"),
-    (torch, "_foreach_lerp_", "training/ema"),
+    (torch, "_foreach_zero_ _foreach_copy_", "training/strategies/batchnorm"),
+    (torch, "_foreach_lerp_", "training/train_state"),
     (
         torch.utils,
         "_python_dispatch _pytree",
@@ -65,7 +65,7 @@ NAMES: list[tuple[Any, str, str]] = [
     (torch.ops.aten.mm.default, "_schema", "training/activation_checkpointing"),
     (torch.amp.GradScaler, "_found_inf_per_device", "training/optimization"),
     (placement_types, "_StridedShard", "training/strategies/pieces"),
-    (batchnorm, "_BatchNorm", "training/strategies/running_statistics, training/strategies/sync_batchnorm"),
+    (batchnorm, "_BatchNorm", "training/strategies/batchnorm"),
     (torch.fx.Tracer(), "_autowrap_search", "training/models/tracing"),
     (
         nn.Module(),

@@ -10,7 +10,7 @@ HANG_LIMIT_S = 300.0
 _SHORTEST_S = 0.02
 #: A question may take this share of a core; the pauses for that are at most so long, unless it takes a second
 #: share.
-_SHARE, _LONGEST_S, _SECOND_SHARE = 0.05, 0.5, 0.2
+_SHARE, _LONGEST_S, _SECOND_SHARE = 0.02, 0.5, 0.2
 
 
 def came_true(is_so: Callable[[], object], limit_s: float) -> bool:

@@ -36,8 +36,8 @@ _NOT_IMPORTED = (
     "__main__", "training.datasets.sources.image_files", "training.datasets.sources.imagefolder",
     "training.datasets.sources.segmentation_folder", "training.datasets.sources.torchvision",
     "loggers.tensorboard", "training.models.segmentation_models", "training.models.timm",
-    "training.models.torchvision", "training.models.torchvision_detection",
-    "report.live.", "session", "training.memory_prediction", "training.predicted_runs",
+    "training.models.torchvision", "report.live.", "session", "training.memory_prediction",
+    "training.predicted_runs",
 )  # fmt: skip
 
 

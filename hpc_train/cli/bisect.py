@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from hpc_train.cli.code import is_new
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
@@ -22,17 +22,8 @@ from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.plan.input_files import other_inputs
-from hpc_train.report.parted_steps import (
-    Lines,
-    Place,
-    common_steps,
-    first_step,
-    labels,
-    parted_at,
-    place,
-    place_text,
-    step_numbers,
-)
+from hpc_train.report import parted_steps
+from hpc_train.report.parted_steps import Lines, Place, first_step, place, place_text, step_numbers
 from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.report.reproduction import Reproduction, reproduction, reproduction_text
 from hpc_train.run.checkpoints import Manifest
@@ -148,29 +139,20 @@ class _Search:
         runs = self.runs
         machines = [run.machine() for run in runs]
         inputs = [run.files.facts.get("inputs") or {} for run in runs]
-        self.answer = Bisection(
-            version=JSON_VERSION,
-            ids=[run.paths.folder.name for run in runs],
-            paths=[str(run.paths.folder) for run in runs],
-            difference=difference([run.paths for run in runs]) if len(runs) == 2 else None,
-            machine={
+        facts = {
+            "version": JSON_VERSION,
+            "ids": [run.paths.folder.name for run in runs],
+            "paths": [str(run.paths.folder) for run in runs],
+            "difference": difference([run.paths for run in runs]) if len(runs) == 2 else None,
+            "machine": {
                 key: [machine[key] for machine in machines]
                 for key in machines[0]
                 if any(one[key] != other[key] for one, other in pairwise(machines))
             },
-            inputs=[key for one, other in pairwise(inputs) for key in other_inputs(one, other)],
-            compared=0,
-            first_difference=None,
-            differs=[],
-            numbers=[],
-            equal_checkpoint=None,
-            other_checkpoint=None,
-            equal_parts=None,
-            other_parts=None,
-            replays=0,
-            reproduction=[],
-            place=None,
-        )
+            "inputs": [key for one, other in pairwise(inputs) for key in other_inputs(one, other)],
+        }
+        empty = {"compared": 0, "replays": 0, "differs": [], "numbers": [], "reproduction": []}
+        self.answer = cast("Bisection", dict.fromkeys(Bisection.__annotations__) | facts | empty)
         if len(runs) == 2:
             self._compare_digests()
             self._compare_checkpoints()
@@ -178,7 +160,9 @@ class _Search:
 
     def _compare_digests(self) -> None:
         steps = self.options.first, self.options.last or MAX_STEP
-        for one, other in common_steps(*(read_digests(run.paths.digests, *steps) for run in self.runs)):
+        for one, other in parted_steps.common_steps(
+            *(read_digests(run.paths.digests, *steps) for run in self.runs)
+        ):
             if differs := one.differences(other):
                 self.answer["first_difference"], self.answer["differs"] = one.step, differs
                 self.answer["numbers"] = [step_numbers(one), step_numbers(other)]
@@ -244,7 +228,7 @@ class _Search:
             same = "" if "samples" in answer["differs"] else "; the samples are the same"
             lines.append(
                 f"digests: step {answer['first_difference']} is the first of {answer['compared'] + 1:,} that "
-                f"differs: {labels(answer['differs'])}{same}"
+                f"differs: {parted_steps.labels(answer['differs'])}{same}"
             )
             pairs = [dict(numbers) for numbers in answer["numbers"]]
             lines += pair_lines({key: [pair[key] for pair in pairs] for key in answer["differs"]})
@@ -315,7 +299,7 @@ class _Search:
                 self._replay(run, begin, step) for run, begin in zip(self.runs, begins, strict=True)
             )
         layout = self._has_same_layout(first, second)
-        return parted_at(step, first, second, has_same_layout=layout) or place(step, "record")
+        return parted_steps.parted_at(step, first, second, has_same_layout=layout) or place(step, "record")
 
     def _begins(self, last: int) -> Iterator[list[int]]:
         """Yield the checkpoints to replay from, by run, until the replays are equal there."""

@@ -11,15 +11,13 @@ from hpc_train.errors import ExitCode, NoSchedulerError, counted
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
-from hpc_train.run import evaluation_jobs, stage_order
-from hpc_train.run.find import find_runs, run_names
+from hpc_train.run import evaluation_jobs, find, stage_order, trust
 from hpc_train.run.run_status import GOING_ON, read_status
-from hpc_train.run.trust import check_run
 
 
 def cancel(options: CancelOptions) -> ExitCode:
     """Cancel the runs; return the worst outcome."""
-    runs = find_runs(options.runs)
+    runs = find.find_runs(options.runs)
     codes, errors = cancel_runs(runs)
     for error in errors:
         say_text(str(error))
@@ -29,16 +27,13 @@ def cancel(options: CancelOptions) -> ExitCode:
 
 
 def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], list[NoSchedulerError]]:
-    """Cancel the runs, and the stages that wait for them, and print their status.
-
-    Return the outcomes, and the errors of schedulers that did not answer.
-    """
+    """Cancel the runs and the stages after them; return outcomes, and errors of silent schedulers."""
     codes, errors = [ExitCode.DONE], []
     following = [run for paths in runs_to_cancel for run in stage_order.later(paths)]
     runs_to_cancel = list(dict.fromkeys([*runs_to_cancel, *following]))
     for paths in runs_to_cancel:
-        check_run(paths)  # its files name the jobs and processes to end
-    names = run_names(runs_to_cancel)
+        trust.check_run(paths)  # its files name the jobs and processes to end
+    names = find.run_names(runs_to_cancel)
     for launcher, runs in by_launcher(runs_to_cancel):
         for paths in runs:
             current_status(paths)  # a run whose launcher has died has ended

@@ -23,10 +23,8 @@ from hpc_train.experiment.plan.sweep import CHANGEABLE, changes_identity
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
-from hpc_train.run import frozen_experiment
+from hpc_train.run import find, frozen_experiment, run_status
 from hpc_train.run.create import Origin, noted_versions, origin_of
-from hpc_train.run.find import run_name
-from hpc_train.run.run_status import recorded_values
 from hpc_train.run.versions import Differences, differences, in_words, versions
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
@@ -113,10 +111,7 @@ def changes(before: Job, after: Job) -> list[Change]:
 
 
 def changes_on_resume(frozen: Job, wanted: Job, *, is_queued: bool = False) -> list[Change]:
-    """Return the keys that a resume may change and that differ in ``wanted``.
-
-    ``is_queued``: including the resources that a job requests, which don't matter on this machine.
-    """
+    """Return the keys that a resume may change and that differ; ``is_queued``: a job's resources, too."""
     allowed = [change for change in changes(frozen, wanted) if change.can_be_taken]
     return [change for change in allowed if is_queued or not change.is_of_job]
 
@@ -161,7 +156,7 @@ def _text(value: Any) -> str:
 def swept_values(paths: RunPaths, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in ``data`` of the keys that the run's sweep varied; these may be damaged."""
     values = {}
-    for key in recorded_values(paths):
+    for key in run_status.recorded_values(paths):
         with suppress(BadKeyError, KeyError, TypeError):
             values[key] = value_at(data, split_key(key))
     return values
@@ -179,7 +174,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Job]], *, is_queued: bool) -
         origin = origin_of(paths)
         if origin is not None:
             file = files.setdefault(repr(origin), _File(origin))
-            runs_by_lines.setdefault(file.lines(paths, used, is_queued), []).append(run_name(paths))
+            runs_by_lines.setdefault(file.lines(paths, used, is_queued), []).append(find.run_name(paths))
     for lines, ids in runs_by_lines.items():
         _say_lines(either(ids), lines)
 
@@ -197,8 +192,7 @@ def _say_lines(who: str, lines: Sequence[str]) -> None:
         say(f"{who}: {' '.join(lines)}")
         return
     say(f"{who}: {head}")
-    for entry in entries[:_NAMED]:
-        say(f"  {entry}")
+    say(*(f"  {entry}" for entry in entries[:_NAMED]))
     if len(entries) > _NAMED:
         say(f"  and {len(entries) - _NAMED} more")
 
@@ -280,10 +274,7 @@ def other_python(launcher: str, experiment: Job) -> str | None:
 def version_change(
     paths: RunPaths, before: str | None, after: str | None, *, new_code: bool
 ) -> VersionChange:
-    """Compare the run's versions with those of this environment.
-
-    ``before``, ``after``: the other interpreter that the run used, and will use.
-    """
+    """Compare versions. ``before``, ``after``: the other interpreter that the run used, and will use."""
     if after:
         return VersionChange(None, not_compared=after)
     then, now = noted_versions(paths), versions()

@@ -168,8 +168,7 @@ def _clean(options: CleanOptions) -> tuple[dict[RunPaths, list[_Surplus]], list[
 
 
 def _say(items: Sequence[_Surplus]) -> None:
-    for item in items:
-        say(f"{item.path}  {item.size_bytes / 1e6:.1f} MB  {item.why}")
+    say(*(f"{item.path}  {item.size_bytes / 1e6:.1f} MB  {item.why}" for item in items))
 
 
 def _refuse_living(paths: RunPaths) -> None:
@@ -255,10 +254,7 @@ class ForeignFolderError(UserError):
 
 
 def rm(options: RemoveOptions) -> ExitCode:
-    """List the runs and remove them, after confirmation unless ``yes``.
-
-    Nothing is removed if any of the runs is running or queued, or its folder contains foreign files.
-    """
+    """Remove the runs, after confirmation unless ``yes``; none if one is active or has foreign files."""
     runs = find_readable(options.runs)
     names = run_names(runs)
     status_of = _ended(runs)
@@ -350,9 +346,7 @@ def _check_ours(paths: RunPaths) -> None:
 
 
 def _entries(paths: RunPaths) -> set[str]:
-    """Return the names written by hpc-train, including files of an interrupted write:
-    ``.status.json.0a1b2c3d``.
-    """
+    """Return the names that hpc-train writes, with half-written files: ``.status.json.0a1b2c3d``."""
     names = RunPaths.entry_names()
     half_written = {
         path.name for path in paths.folder.glob(".*.*") if path.name[1:].rpartition(".")[0] in names

@@ -62,21 +62,17 @@ def code_on_resume(paths: RunPaths, experiment: Job, *, new: bool) -> CodeChange
     A run without a snapshot gets one. Nothing of the run changes before the caller has claimed an attempt and
     applies the returned change. Raises UserError if the current code can't be snapshotted.
     """
-    used = _used(paths, may_be_gone=new)
+    try:
+        used = snapshot.linked(paths)
+    except StorageError:  # it is gone
+        if not new:
+            raise
+        used = None
     if used is None or new:
         return _new_code(paths, experiment, used)
     if was_submitted_here(paths):
         _say_differences(paths, experiment, used)
     return None
-
-
-def _used(paths: RunPaths, *, may_be_gone: bool) -> Path | None:
-    try:
-        return snapshot.linked(paths)
-    except StorageError:
-        if may_be_gone:
-            return None
-        raise
 
 
 def _new_code(paths: RunPaths, experiment: Job, used: Path | None) -> CodeChange | None:

@@ -184,11 +184,8 @@ def exit_code_of(body: Callable[[], int]) -> int:
     """Run a command's body and return the exit code of the process; errors are printed."""
     try:
         return int(body())
-    except UserError as error:
-        say_text(str(error))
-        return int(error.exit_code)
     except HpcTrainError as error:
-        say_text(f"{type(error).__name__}: {error}")
+        say_text(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)

@@ -324,7 +324,7 @@ class NotifyOptions(Options):
 # On results of runs.
 
 
-@command("export", module="checkpoint_commands")
+@command("export", module="evaluate")
 class ExportOptions(CheckpointOptions, _Json):
     """Export a run's full weights as one file, or its model as an ONNX or torch.export program."""
 
@@ -338,7 +338,7 @@ class EvaluateOptions(RanksOptions):
     """Evaluate a run's checkpoint on this machine."""
 
 
-@command("predict")
+@command("predict", module="evaluate")
 class PredictOptions(RanksOptions):
     """Write a run's predictions to a file.
 

@@ -10,39 +10,30 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import CompareOptions
-from hpc_train.cli.many_runs import collecting_rarely, find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, csv_line, print_table, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
+from hpc_train.report import metrics_reader
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
-from hpc_train.report.metrics_reader import (
-    SPLITS,
-    Metric,
-    Point,
-    candidate_metrics,
-    decisive_metric,
-    find_metric,
-    last_and_best_of,
-    metrics_in,
-    rows_in,
-    sort_key,
-    validation_rows,
-)
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_times import elapsed_s, short_duration
+from hpc_train.report.metrics_reader import SPLITS, Metric, Point, candidate_metrics, rows_in
+from hpc_train.report.run_files import RunFiles, elapsed_s, ranks_of, short_duration
 from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names
+from hpc_train.run.metric_rows import finite
 from hpc_train.run.run_status import RunStatus
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One run: its values of the keys that differ, and its metrics."""
+class ComparedRun:
+    """One run of a comparison."""
 
-    paths: RunPaths
+    id: str
     name: str
+    path: str
     state: str
+    #: By the keys of ``keys``.
     values: dict[str, Any]
     last: Point | None
     best: Point | None
@@ -76,15 +67,15 @@ class Group:
     """Runs that differ only in the keys over which their metrics are averaged."""
 
     values: dict[str, Any]
-    runs: list[Compared]
+    runs: list[ComparedRun]
     last: Spread | None
     best: Spread | None
     duration: Spread | None
 
 
-def grouped(runs: Iterable[Compared], over: Collection[str], metric: Metric) -> list[Group]:
+def grouped(runs: Iterable[ComparedRun], over: Collection[str], metric: Metric) -> list[Group]:
     """Return the groups, the one with the best mean first."""
-    members: dict[str, tuple[dict[str, Any], list[Compared]]] = {}
+    members: dict[str, tuple[dict[str, Any], list[ComparedRun]]] = {}
     for run in runs:
         values = {key: value for key, value in run.values.items() if key not in over}
         members.setdefault(json.dumps(values, sort_keys=True, default=str), (values, []))[1].append(run)
@@ -109,27 +100,6 @@ _EXCLUSIVE = (
     ("--over", "--group-by"),
     ("--diff", "--over", "--group-by", "--metric"),
 )
-
-
-class PointJson(TypedDict):
-    """A metric's value; null if it is NaN or infinite."""
-
-    value: float | None
-    step: int
-
-
-class ComparedRun(TypedDict):
-    """One run of a comparison."""
-
-    id: str
-    name: str
-    path: str
-    state: str
-    #: By the keys of ``keys``.
-    values: dict[str, Any]
-    last: PointJson | None
-    best: PointJson | None
-    duration_s: float | None
 
 
 class Comparison(TypedDict):
@@ -167,12 +137,8 @@ class GroupComparison(TypedDict):
     groups: list[GroupJson]
 
 
-@collecting_rarely()
 def compare(options: CompareOptions) -> ExitCode:
-    """Print the runs, or their means, the best first.
-
-    Raises UsageError for a metric that none of them has, and a key in which they do not differ.
-    """
+    """Print the runs, or their means, the best first. UsageError for a metric or key that they lack."""
     for one, *others in _EXCLUSIVE:
         if _has(options, one) and (other := next((name for name in others if _has(options, name)), None)):
             raise UsageError(f"{one} and {other} exclude each other; use one of them")
@@ -182,9 +148,10 @@ def compare(options: CompareOptions) -> ExitCode:
         return compare_two(options.runs, as_json=options.as_json)
     runs = find_readable(options.runs)
     now = statuses(runs)
-    metric, points = _measured(runs, options.metric, decisive_metric(now))
-    compared = sorted(_compared(runs, now, points), key=lambda run: sort_key(run.best, metric))
-    keys = list(dict.fromkeys(key for run in compared for key in run.values))
+    metric, points = _measured(runs, options.metric, metrics_reader.decisive_metric(now))
+    compared = sorted(_compared(runs, now, points), key=lambda run: metrics_reader.sort_key(run.best, metric))
+    names = {str(paths.folder): name for paths, name in run_names(runs).items()}
+    keys = list(compared[0].values) if compared else []
     facts = {"version": JSON_VERSION, "metric": str(metric), "goal": metric.goal, "keys": keys}
     if options.over or options.group_by:
         averaged = _full_keys(options.over, keys, "--over")
@@ -196,15 +163,15 @@ def compare(options: CompareOptions) -> ExitCode:
             json_groups = [_group_json(group, common) for group in groups]
             put_json(facts | {"keys": common, "over": averaged, "groups": json_groups})
         elif options.as_csv:
-            _write_groups(groups, common, metric)
+            _write_groups(groups, names, common, metric)
         else:
             _print_groups(groups, common, metric)
     elif options.as_json:
-        put_json(facts | {"runs": [_run_json(run, keys) for run in compared]})
+        put_json(facts | {"runs": finite(list(map(asdict, compared)))})
     elif options.as_csv:
-        _write_csv(compared, keys, metric)
+        _write_csv(compared, names, keys, metric)
     else:
-        _print(compared, keys, metric)
+        _print(compared, names, keys, metric)
     return ExitCode.DONE
 
 
@@ -222,17 +189,19 @@ def _measured(
     files, so they are parsed only if no run has the metric in the others.
     """
     for split in SPLITS:
-        rows_of = validation_rows if split == "val" else rows_in
+        rows_of = metrics_reader.validation_rows if split == "val" else rows_in
         candidates = [metric for metric in candidate_metrics(wanted, decisive) if metric.split == split]
-        values = {paths: last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs}
+        values = {
+            paths: metrics_reader.last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs
+        }
         for metric in candidates:
             points = {paths: of_run[metric] for paths, of_run in values.items()}
             if any(last is not None for last, _ in points.values()):
                 return metric, points
     if wanted is None:  # nothing was measured yet
         return Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None))
-    metrics = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
-    if (named := find_metric(metrics, wanted)) is not None:  # its values are not numbers
+    metrics = metrics_reader.metrics_in(row for paths in runs for row in rows_in(paths.metrics))
+    if (named := metrics_reader.find_metric(metrics, wanted)) is not None:  # its values are not numbers
         return named, dict.fromkeys(runs, (None, None))
     listed = ", ".join(sorted(map(str, metrics))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
@@ -240,14 +209,22 @@ def _measured(
 
 def _compared(
     runs: Sequence[RunPaths], now: Sequence[RunStatus], points: Mapping[RunPaths, _Points]
-) -> Iterator[Compared]:
+) -> Iterator[ComparedRun]:
     files = [RunFiles.read(paths, with_events=False) for paths in runs]
-    names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
+    settings, facts = changed_keys(runs), _facts(files)
+    values = {paths: settings[paths] | facts[paths] for paths in runs}
+    keys = dict.fromkeys(key for paths in runs for key in values[paths])
     for run, status in zip(files, now, strict=True):
-        paths = run.paths
-        values = settings[paths] | facts[paths]
-        duration = elapsed_s(run, status)
-        yield Compared(paths, names[paths], status.state, values, *points[paths], duration)
+        paths, duration_s = run.paths, elapsed_s(run, status)
+        yield ComparedRun(
+            paths.folder.name,
+            paths.siblings.folder.name,
+            str(paths.folder),
+            status.state,
+            {key: values[paths].get(key) for key in keys},
+            *points[paths],
+            None if duration_s is None else round(duration_s, 1),
+        )
 
 
 def _facts(runs: Sequence[RunFiles]) -> dict[RunPaths, dict[str, Any]]:
@@ -265,13 +242,15 @@ def _code(facts: Mapping[str, Any]) -> str | None:
     return None if version is None else str(version)[:12]
 
 
-def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> None:
-    names = short_names(keys)
-    heads = ["run", *(names[key] for key in keys), "state", f"last {metric}", "step", f"best ({metric.goal})"]
+def _print(
+    runs: Sequence[ComparedRun], names: Mapping[str, str], keys: Sequence[str], metric: Metric
+) -> None:
+    short = short_names(keys)
+    heads = ["run", *(short[key] for key in keys), "state", f"last {metric}", "step", f"best ({metric.goal})"]
     rows = [
         [
-            run.name,
-            *(value_text(run.values.get(key)) for key in keys),
+            names[run.path],
+            *(value_text(run.values[key]) for key in keys),
             run.state,
             *_cells(run.last),
             *_cells(run.best),
@@ -309,16 +288,16 @@ def _print_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) 
     print_table(heads, rows)
 
 
-def _write_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) -> None:
+def _write_groups(
+    groups: Sequence[Group], names: Mapping[str, str], keys: Sequence[str], metric: Metric
+) -> None:
     points = [f"{what} {metric} {of}" for what in ("last", "best") for of in ("mean", "std", "count")]
     lines = [csv_line(["runs", *keys, *points, "duration_s"])]
     for group in groups:
         values = [_csv_text(group.values.get(key)) for key in keys]
         numbers = [number for spread in (group.last, group.best) for number in _spread_cells(spread)]
-        names = " ".join(run.name for run in group.runs)
-        lines.append(
-            csv_line([names, *values, *numbers, _seconds(group.duration.mean if group.duration else None)])
-        )
+        runs = " ".join(names[run.path] for run in group.runs)
+        lines.append(csv_line([runs, *values, *numbers, _duration_s(group)]))
     print("".join(lines), end="", flush=True)
 
 
@@ -330,32 +309,33 @@ def _spread_cells(spread: Spread | None) -> list[float | str]:
 
 def _group_json(group: Group, keys: Sequence[str]) -> dict[str, Any]:
     return {
-        "ids": [run.paths.folder.name for run in group.runs],
+        "ids": [run.id for run in group.runs],
         "values": {key: group.values.get(key) for key in keys},
         "last": group.last and asdict(group.last),
         "best": group.best and asdict(group.best),
-        "duration_s": _seconds(group.duration.mean if group.duration else None),
+        "duration_s": _duration_s(group),
     }
 
 
-def _seconds(duration_s: float | None) -> float | None:
-    return None if duration_s is None else round(duration_s, 1)
+def _duration_s(group: Group) -> float | None:
+    return round(group.duration.mean, 1) if group.duration else None
 
 
 def _cells(point: Point | None) -> tuple[str, str]:
     return ("-", "-") if point is None else (f"{point.value:.6g}", str(point.step))
 
 
-def _write_csv(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> None:
+def _write_csv(
+    runs: Sequence[ComparedRun], names: Mapping[str, str], keys: Sequence[str], metric: Metric
+) -> None:
     heads = [f"last {metric}", "last step", f"best {metric}", "best step", "duration_s"]
     lines = [csv_line(["run", "experiment", *keys, "state", *heads])]
     for run in runs:
         points: list[float | str] = []
         for point in (run.last, run.best):
             points += ["", ""] if point is None else [point.value, point.step]
-        values = [_csv_text(run.values.get(key)) for key in keys]
-        experiment = run.paths.siblings.folder.name
-        lines.append(csv_line([run.name, experiment, *values, run.state, *points, _seconds(run.duration_s)]))
+        values = [_csv_text(run.values[key]) for key in keys]
+        lines.append(csv_line([names[run.path], run.name, *values, run.state, *points, run.duration_s]))
     print("".join(lines), end="", flush=True)
 
 
@@ -363,16 +343,3 @@ def _csv_text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _run_json(run: Compared, keys: Sequence[str]) -> dict[str, Any]:
-    return {
-        "id": run.paths.folder.name,
-        "name": run.paths.siblings.folder.name,
-        "path": str(run.paths.folder),
-        "state": run.state,
-        "values": {key: run.values.get(key) for key in keys},
-        "last": run.last.to_json() if run.last else None,
-        "best": run.best.to_json() if run.best else None,
-        "duration_s": _seconds(run.duration_s),
-    }

@@ -16,8 +16,14 @@ from hpc_train.cli.command_line import RUN_PARAMETERS
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.keys import JOB, all_keys, as_mapping, members, node_at
 from hpc_train.experiment.config.problems import KeyPath
-from hpc_train.experiment.config.synonyms import OptionRow, advice_for, key_for, other_commands, other_options
-from hpc_train.experiment.config.value_synonyms import overrides_of
+from hpc_train.experiment.config.synonyms import (
+    OptionRow,
+    advice_for,
+    key_for,
+    other_commands,
+    other_options,
+    overrides_of,
+)
 from hpc_train.experiment.validate.other_files import why_not_yaml
 from hpc_train.registry import nearest
 from hpc_train.run.find import find_runs

@@ -18,10 +18,10 @@ from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
-from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 from hpc_train.loggers.tracker_environment import has_key, needs_key
 from hpc_train.paths import runs_root
+from hpc_train.rank.env import count_gpus
 
 _LOCAL_ONLY = "runs can be started here with --local only"
 

@@ -435,7 +435,11 @@ def _rendered(content: Mapping[str, Any], changes: Mapping[KeyPath, str]) -> Ite
 
 
 def _line(path: KeyPath, text: str, changes: Mapping[KeyPath, str]) -> str:
-    comment = changes.get(path) or _described(path)
+    return commented(text, changes.get(path) or _described(path))
+
+
+def commented(text: str, comment: str) -> str:
+    """Return a line of the file, with a comment if there is one."""
     return f"{text:<{_COLUMN}} # {comment}" if comment else text
 
 

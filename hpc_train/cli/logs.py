@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,6 +20,7 @@ from hpc_train.report.changed_keys import changed_keys, in_words
 from hpc_train.run.attempts import newest_number, read_record
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name, run_names, started
+from hpc_train.run.metric_rows import lines_from_end
 from hpc_train.run.run_status import GOING_ON, read_status
 
 _POLL_S = 0.2
@@ -257,23 +258,12 @@ class _End:
 
 
 def _tail_offset(path: Path, lines: int) -> int:
+    """Return where the last lines of a file begin; 0 if it has no more."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        newlines_left = lines
-        position = end
-        while position > 0:
-            start = max(0, position - _CHUNK_BYTES)
-            file.seek(start)
-            chunk = file.read(position - start)
-            cut = len(chunk) - 1 if position == end and chunk.endswith(b"\n") else len(chunk)
-            while (cut := chunk.rfind(b"\n", 0, cut)) >= 0:
-                newlines_left -= 1
-                if newlines_left == 0:
-                    return start + cut + 1
-            position = start
-    return 0
+        offset, _ = next(islice(lines_from_end(file), lines - 1, None), (0, b""))
+        return offset
 
 
 class _LogReader:

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.launchers.gpus import count_gpus, gpu_names
 from hpc_train.launchers.local import noted_signals
 from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus, gpu_names
 from hpc_train.run.processes import die_with, exit_code, start_in_own_session
 from hpc_train.run.resource_limits import usable_cpus
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, cast
 
-from hpc_train.cli import plan_cost, queue_forecast
+from hpc_train.cli import plan_cost, preflight
 from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_packs, say_remarks, with_found_sizes
-from hpc_train.cli.searching import next_trials
+from hpc_train.cli.search import next_trials
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.plan.devices import Device, device_here
@@ -105,7 +105,7 @@ class PlanJson(TypedDict):
     #: Lines on jobs that would never start, or exceed the budget.
     refused: list[str]
     #: Null if no scheduler was asked.
-    jobs: list[queue_forecast.JobForecastJson] | None
+    jobs: list[preflight.JobForecastJson] | None
 
 
 class StagesJson(TypedDict):
@@ -126,7 +126,7 @@ class FullPlan:
     #: The lines on problems that prevent a start, except of keys that only another launcher does not need.
     problems: Sequence[str]
     #: Its ``refused`` also has the lines on the budget.
-    queue: queue_forecast.QueueForecast
+    queue: preflight.QueueForecast
     cost: plan_cost.PlanCost
     memory: list[StepPrediction] | None
     #: A line on each kind of job that several runs share.
@@ -158,8 +158,7 @@ def plan(options: PlanOptions) -> ExitCode:
 def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCode:
     """Print the plan of one experiment; return BAD_FILE if the queue would refuse it."""
     lines = full.problems or full.queue.refused or missing_packs(full.loaded)
-    for line in lines:
-        say(line)
+    say(*lines)
     if is_json:
         put_json(full.to_json())
     elif not options.as_json:
@@ -169,21 +168,16 @@ def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCo
             say(_LEGEND)
         _show_predictions(full.plan.runs, full.memory)
     say_remarks(full.loaded)
-    for line in full.shared_jobs:
-        say(line)
+    say(*full.shared_jobs)
     plan_cost.say_cost(full.cost)
-    queue_forecast.say_forecast(full.queue, full.plan)
+    preflight.say_forecast(full.queue, full.plan)
     if not lines:
-        for note in workload_of(full.loaded.experiment).notes(full.loaded.experiment):
-            say(note)
+        say(*workload_of(full.loaded.experiment).notes(full.loaded.experiment))
     return ExitCode.BAD_FILE if full.queue.refused else ExitCode.DONE
 
 
 def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPlan:
-    """Plan the runs of the file, query the queue, and predict cost and memory.
-
-    ``loaded``: one of the file's stages; None: the file has none.
-    """
+    """Plan the runs of the file, or of one of its stages; query the queue, predict cost and memory."""
     loaded = loaded or load(options.file, options.overrides)
     choice = LauncherChoice.of(options, starts=False)
     launcher, devices = choice.launcher, options.devices
@@ -192,11 +186,11 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     search = next_trials(loaded)
     planned = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
     cost = plan_cost.cost_of(planned, choice.name, options.throughput)
-    queue = queue_forecast.QueueForecast()
+    queue = preflight.QueueForecast()
 
     def refused_by_queue() -> list[str]:
         nonlocal queue
-        queue = queue_forecast.ask(launcher, loaded, planned)
+        queue = preflight.forecast_queue(launcher, loaded, planned)
         return list(queue.refused)
 
     checks = Preflight(launcher, on_this_machine=choice.on_this_machine, needs_launcher=options.script)
@@ -208,7 +202,7 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     )
     queue = replace(queue, refused=checked.refused)
     memory = _predictions(planned, launcher, is_wanted=options.memory, on_this_machine=choice.on_this_machine)
-    shared = [] if checked.problems else queue_forecast.shared_jobs(launcher, loaded, planned)
+    shared = [] if checked.problems else preflight.shared_jobs(launcher, loaded, planned)
     return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory, shared)
 
 
@@ -219,18 +213,12 @@ def show(
     scripts: Sequence[str] = (),
     more_columns: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> None:
-    """Print the plan, and the batch scripts of its runs, to stdout.
-
-    ``more_columns``: further heads and cells of the table.
-    """
+    """Print the plan and its batch scripts. ``more_columns``: further heads and cells of the table."""
     if as_json:
         put_json(plan.to_json() | {"runs": _json_of_runs(plan.runs, None), "scripts": list(scripts)})
         return
-    for line in columns(_table(plan.runs, more_columns)):
-        put(line)
-    for hint in dict.fromkeys(map(_hint, plan.runs)):
-        if hint:
-            say(hint)
+    put(*columns(_table(plan.runs, more_columns)))
+    say(*dict.fromkeys(filter(None, map(_hint, plan.runs))))
     for script in scripts:
         put("", *script.rstrip("\n").split("\n"))
 
@@ -324,11 +312,9 @@ def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction
         return
     put("")
     rows = [_memory_cells(run, step) for run, step in zip(runs, steps, strict=True)]
-    for line in columns([[*_MEMORY_HEADS], *rows]):
-        put(line)
+    put(*columns([[*_MEMORY_HEADS], *rows]))
     say(_MEMORY_LEGEND)
-    for remark in dict.fromkeys(remark for step in steps for remark in _remarks(step)):
-        say(remark)
+    say(*dict.fromkeys(remark for step in steps for remark in _remarks(step)))
 
 
 def _memory_cells(run: PlannedRun, step: StepPrediction) -> list[str]:

@@ -1,19 +1,22 @@
 """The checks before runs start, the same for ``validate``, ``plan``, ``submit``, ``resume`` and ``doctor``.
 
 In this order: keys that don't fit the ranks, the user's own parts, weights, the launcher's keys, the layout
-of the data, data that must be on this machine; then the batch scripts; then the budget; then the queue.
+of the data, data that must be on this machine; then the batch scripts; then the budget; then the queue's
+forecast: jobs that would never start, and start times, for a launcher that is a ``ForecastLauncher``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from hpc_train.cli.command_options import LauncherOptions
 from hpc_train.console import say
-from hpc_train.errors import BadFileError, UsageError
+from hpc_train.errors import BadFileError, NoSchedulerError, UsageError, counted
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.synonyms import key_for
@@ -23,13 +26,12 @@ from hpc_train.experiment.validate.container_rules import missing_paths
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.rules import unused_without_queue
 from hpc_train.experiment.workload import workload_of
-from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
-from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import ALLOCATION, DEFAULT, load_launcher
+from hpc_train.launchers import base, following, lookup
+from hpc_train.launchers.base import JobForecast, Launcher, StartRequest, UsesNodes
 from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.run import weight_source
-from hpc_train.run.code.work_tree import work_tree_around
+from hpc_train.run.code.code_files import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
 
 
@@ -52,9 +54,9 @@ class LauncherChoice:
         is_local = options.local or (options.devices is not None and options.launcher is None)
         if is_local and starts and not options.local:
             raise UsageError("--devices: is for this machine; add --local")
-        name = here or options.launcher or (LOCAL if is_local else DEFAULT)
-        on_this_machine = options.local or name == LOCAL or options.devices is not None
-        launcher = load_launcher(name)
+        name = here or options.launcher or (following.LOCAL if is_local else lookup.DEFAULT)
+        on_this_machine = options.local or name == following.LOCAL or options.devices is not None
+        launcher = lookup.load_launcher(name)
         if launcher.is_queue and on_this_machine:
             option = "--local" if options.local else "--devices"
             raise UsageError(f"{option}: is for this machine, launcher {name} is not; omit one of them")
@@ -79,7 +81,7 @@ def allocation_of(options: LauncherOptions) -> str:
     for option, value in others.items():
         if value not in (False, None):
             raise UsageError(f"--here and {option} exclude each other; use one of them")
-    return ALLOCATION
+    return lookup.ALLOCATION
 
 
 def use_nodes(launcher: Launcher, count: int | None, command: str) -> None:
@@ -108,10 +110,7 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
 
 
 def submittable(choice: LauncherChoice, loaded: Loaded) -> Plan:
-    """Return the plan of a file that ``submit`` would accept, whatever the queue says.
-
-    Raises BadFileError with all problems.
-    """
+    """Return the plan of a file that ``submit`` accepts, whatever the queue says. Raises BadFileError."""
     plan = with_found_sizes(choice.plan(loaded, None))
     checks = Preflight(choice.launcher, on_this_machine=choice.on_this_machine, needs_launcher=False)
     if problems := checks.of_plan(loaded, plan).problems:
@@ -158,18 +157,16 @@ class Preflight:
         """Check new runs; ``budget`` and ``queue`` return the lines of problems with these."""
         lacking = [loaded.problem(*problem) for problem in self._launcher.problems(loaded.experiment)]
         is_unknown = bool(lacking) and not self._needs_launcher
-        folder = ExperimentPaths(runs_root() / plan.name)
-        candidates, requests = [], []
-        for run in plan.runs:
-            paths = RunPaths(folder.folder / run.id)
-            size = kept_size(paths) if run.micro_batches is None else None
+        requests = _requests(loaded, plan.name, plan.runs)
+        candidates = []
+        for run, request in zip(plan.runs, requests, strict=True):
+            size = kept_size(request.paths) if run.micro_batches is None else None
             candidates.append(Candidate(run.experiment, Ranks() if is_unknown else run.size, size))
-            requests.append(StartRequest(paths, run.experiment, loaded.problem))
         problems = self._problems(loaded, candidates, lacking_parts(loaded, plan), lacking)
         if problems or lacking:
             return Checked(problems, [], [])
         try:
-            scripts = self._launcher.scripts(folder, requests)
+            scripts = self._launcher.scripts(ExperimentPaths(runs_root() / plan.name), requests)
         except BadFileError as error:
             return Checked(error.problems, [], [])
         return Checked([], budget() or queue(), scripts)
@@ -244,23 +241,20 @@ def _code_root() -> Path | None:
 
 def say_remarks(loaded: Loaded) -> None:
     """Print the remarks on settings that are valid but probably not intended."""
-    for remark in workload_of(loaded.experiment).remarks(loaded.experiment):
-        say(loaded.source.render(remark))
+    say(*map(loaded.source.render, workload_of(loaded.experiment).remarks(loaded.experiment)))
 
 
 def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
     """Print remarks on the file and on data that are not on this machine."""
     if choice.launcher.is_queue:
-        for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
-            say(line)
+        say(*missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"))
         container = loaded.experiment.environment.container
-        for remark in missing_paths(container) if container is not None else ():
-            say(loaded.source.render(remark))
+        say(*map(loaded.source.render, missing_paths(container) if container is not None else ()))
     say_remarks(loaded)
     _say_no_key(loaded)
     if not choice.launcher.is_queue:
-        for remark in unused_without_queue(loaded.experiment, is_local=choice.on_this_machine):
-            say(loaded.source.render(remark))
+        unused = unused_without_queue(loaded.experiment, is_local=choice.on_this_machine)
+        say(*map(loaded.source.render, unused))
 
 
 def _say_no_key(loaded: Loaded) -> None:
@@ -268,14 +262,131 @@ def _say_no_key(loaded: Loaded) -> None:
     wandb = loaded.experiment.logging.wandb
     if wandb is None or not needs_key(wandb.mode) or has_key():
         return
-    outcome = (
-        "runs log into their folders"
-        if effective_mode(wandb.mode) == "offline"
-        else "wandb gets nothing of the runs"
-    )
+    is_offline = effective_mode(wandb.mode) == "offline"
+    outcome = "runs log into their folders" if is_offline else "wandb gets nothing of the runs"
     remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
-    say(
-        loaded.problem(
-            "logging.wandb.mode", f"there is no API key, so {outcome}", remedy, "logging.wandb-key"
-        )
-    )
+    problem = f"there is no API key, so {outcome}"
+    say(loaded.problem("logging.wandb.mode", problem, remedy, "logging.wandb-key"))
+
+
+class JobForecastJson(TypedDict):
+    """When the scheduler would start a job."""
+
+    #: The ids of its runs.
+    runs: list[str]
+    #: In UTC.
+    earliest_start: str | None
+    nodes: str | None
+    note: str | None
+
+
+@dataclass(frozen=True)
+class QueueForecast:
+    """``jobs`` is None if the queue did not answer."""
+
+    #: Lines on why jobs would be refused, or held for ever.
+    refused: Sequence[str] = ()
+    jobs: Sequence[JobForecast] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of ``plan --json``."""
+        jobs = [
+            JobForecastJson(
+                runs=[paths.folder.name for paths in job.runs],
+                earliest_start=job.earliest_start,
+                nodes=job.nodes or None,
+                note=job.note or None,
+            )
+            for job in self.jobs or ()
+        ]
+        return {"refused": list(self.refused), "jobs": None if self.jobs is None else jobs}
+
+
+def never_starting(launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[str]:
+    """Return lines on runs that the queue would refuse or never start; none if it does not answer."""
+    try:
+        return _refused(loaded, _forecast(launcher, loaded, name, runs))
+    except NoSchedulerError:
+        return []
+
+
+def refuse_never_starting(launcher: Launcher, resumed: Mapping[RunPaths, Loaded]) -> None:
+    """Raise BadFileError if the queue would refuse one of these runs, or never start it."""
+    if not resumed or not isinstance(launcher, base.ForecastLauncher):
+        return
+    requests = [StartRequest(paths, loaded.experiment, loaded.problem) for paths, loaded in resumed.items()]
+    with suppress(NoSchedulerError):
+        jobs = launcher.forecast(requests[0].paths.siblings, requests)
+        if refusals := _refused(next(iter(resumed.values())), jobs):
+            raise BadFileError(refusals)
+
+
+def forecast_queue(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
+    """Query the queue about the jobs that ``submit`` would submit; report if it does not answer."""
+    try:
+        jobs = _forecast(launcher, loaded, plan.name, to_submit(plan))
+    except NoSchedulerError as error:
+        say(f"{error}; whether and when jobs would start is unknown")
+        return QueueForecast()
+    refused = _refused(loaded, jobs or ())
+    return QueueForecast(refused, None if refused else jobs)
+
+
+def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
+    """Print each job's expected start, or why it would not start."""
+    for job in forecast.jobs or ():
+        which = _which(job, plan)
+        if job.earliest_start is not None:
+            nodes = f" on {job.nodes}" if job.nodes else ""
+            say(f"{which}earliest start: {_local(job.earliest_start)}{nodes}")
+        elif job.note:
+            say(f"{which}could not start now: {job.note}")
+
+
+def shared_jobs(launcher: Launcher, loaded: Loaded, plan: Plan) -> list[str]:
+    """Return the lines on jobs that several runs of the plan share."""
+    if not isinstance(launcher, base.SharingLauncher):
+        return []
+    requests = _requests(loaded, plan.name, to_submit(plan))
+    return launcher.shared_jobs(requests) if requests else []
+
+
+def to_submit(plan: Plan) -> list[PlannedRun]:
+    """Return the runs that do not exist yet: ``submit`` leaves the others to ``resume``."""
+    folder = runs_root() / plan.name
+    return [run for run in plan.runs if not RunPaths(folder / run.id).run.is_file()]
+
+
+def _forecast(
+    launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]
+) -> list[JobForecast] | None:
+    if not isinstance(launcher, base.ForecastLauncher):
+        return None
+    requests = _requests(loaded, name, runs)
+    return launcher.forecast(ExperimentPaths(runs_root() / name), requests) if requests else []
+
+
+def _requests(loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[StartRequest]:
+    folder = runs_root() / name
+    return [StartRequest(RunPaths(folder / run.id), run.experiment, loaded.problem) for run in runs]
+
+
+def _refused(loaded: Loaded, jobs: Sequence[JobForecast] | None) -> list[str]:
+    problems = [problem for job in jobs or () for problem in job.problems]
+    return list(dict.fromkeys(loaded.problem(*problem) for problem in problems))
+
+
+def _which(job: JobForecast, plan: Plan) -> str:
+    """Return the runs of a job, if the plan has more than one job."""
+    if len(job.runs) == len(plan.runs):
+        return ""
+    first = job.runs[0].folder.name
+    return f"{first}: " if len(job.runs) == 1 else f"{counted(len(job.runs), 'run')} from {first}: "
+
+
+def _local(utc: str) -> str:
+    """Return the local time: ``today 14:05``."""
+    time = datetime.fromisoformat(utc).astimezone()
+    days = (time.date() - datetime.now(UTC).astimezone().date()).days
+    day = {0: "today", 1: "tomorrow"}.get(days, f"{time:%Y-%m-%d}")
+    return f"{day} {time:%H:%M}"

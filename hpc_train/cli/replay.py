@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +20,17 @@ from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
 from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.launchers.base import LaunchRequest
-from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
-from hpc_train.report.replayed_steps import (
-    MicroBatch,
-    NonFinite,
-    Range,
-    Replay,
-    Replayed,
-    ReplayedStep,
-    StepNumbers,
-    replay_text,
-)
+from hpc_train.rank.env import count_gpus
+from hpc_train.report import parted_steps, replayed_steps
+from hpc_train.report.replayed_steps import NonFinite, Range, Replayed, ReplayedStep, StepNumbers
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
-from hpc_train.run.digests import same_bits
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import refuse_target, run_name
+from hpc_train.run.metric_rows import finite
 from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
 
@@ -76,8 +67,8 @@ class Stretch:
 class Extras:
     """The results of a replay besides the numbers of its steps; paths are those of files to write."""
 
-    batch: Path | None = None
-    samples: Path | None = None
+    save_batch: Path | None = None
+    save_samples: Path | None = None
     profile: Path | None = None
     activations: bool = False
     debugger: bool = False
@@ -88,27 +79,23 @@ class Extras:
         _refuse_output("--save-batch", options.save_batch, ".safetensors")
         _refuse_output("--save-samples", options.save_samples)
         _refuse_output("--profile", options.profile, ".json.gz")
-        return cls(
-            options.save_batch, options.save_samples, options.profile, options.activations, options.debugger
-        )
+        return cls(**{name: getattr(options, name) for name in vars(NO_EXTRAS)})
 
     def request(self) -> dict[str, bool]:
         """Return their keys of ``replay.json``."""
-        names = ("save_batch", "save_samples", "profile", "activations", "debugger")
-        values = (self.batch, self.samples, self.profile, self.activations, self.debugger)
-        return {name: bool(value) for name, value in zip(names, values, strict=True)}
+        return {name: bool(value) for name, value in vars(self).items()}
 
     def move(self, run: RunPaths) -> None:
         """Move the files that the ranks of ``run`` have written."""
         targets = {
-            run.replayed_batch(0): self.batch,
-            run.replayed_samples: self.samples,
+            run.replayed_batch(0): self.save_batch,
+            run.replayed_samples: self.save_samples,
             run.attempt(1).profile_trace: self.profile,
         }
         for source, target in targets.items():
             if target is not None and source.exists():
                 shutil.move(source, target.absolute())
-        if self.samples is not None and not self.samples.exists():
+        if self.save_samples is not None and not self.save_samples.exists():
             say("--save-samples: the inputs are neither images nor tokens; --save-batch FILE writes them")
 
 
@@ -145,7 +132,7 @@ def replay(options: ReplayOptions) -> ExitCode:
             return ExitCode.FAILED
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
         replays.append(_replayed(changes, lines, _NUMBERS[1:] if has_other_batches else _NUMBERS))
-    answer = Replay(
+    answer = replayed_steps.Replay(
         version=JSON_VERSION,
         id=paths.folder.name,
         path=str(paths.folder),
@@ -157,9 +144,11 @@ def replay(options: ReplayOptions) -> ExitCode:
     if options.as_json:
         put_json(answer)
     else:
-        put(*replay_text(answer))
+        put(*replayed_steps.replay_text(answer))
+    first = replays[0]
+    differs = first["first_difference"] is not None or any(step["differs"] for step in first["steps"])
     is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
-    return ExitCode.FAILED if is_bitwise and _differs(replays[0]) else ExitCode.DONE
+    return ExitCode.FAILED if is_bitwise and differs else ExitCode.DONE
 
 
 def _refuse_fixed(overrides: Sequence[str]) -> None:
@@ -283,8 +272,7 @@ def replay_folder(
     replayed: RunPaths, experiment: Experiment, snapshot: Path | None, request: Mapping[str, Any]
 ) -> RunPaths:
     """Create a temporary folder whose ranks repeat steps of ``replayed``. ``request``: of ``replay.json``."""
-    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
-    run = ranks_folder(folder / replayed.folder.name, experiment, snapshot)
+    run = ranks_folder("replay", replayed, experiment, snapshot)
     write_json(run.replayed_steps, {"version": 1, "run": str(replayed.folder.absolute()), **request})
     return run
 
@@ -318,8 +306,12 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequ
     steps = []
     for of_ranks in zip(*lines, strict=True):
         head = of_ranks[0]
-        compared = _compared(head["digest"], head["recorded"], names)
-        differs = _differences(head["digest"], head["recorded"], compared)
+        computed, recorded = parted_steps.step_digest(head), parted_steps.step_digest(head, "recorded")
+        compared: list[str] = []
+        differs = None
+        if computed is not None and recorded is not None:
+            compared = [name for name in names if None not in (head["digest"][name], head["recorded"][name])]
+            differs = [name for name in recorded.differences(computed) if name in compared]
         if "micro_batches" in head:
             steps.append(_step(of_ranks, differs, compared))
         elif differs is not None:
@@ -327,25 +319,6 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequ
             if differs and first_difference is None:
                 first_difference = head["step"]
     return Replayed(changes=changes, compared=len(earlier), first_difference=first_difference, steps=steps)
-
-
-def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None, names: Sequence[str]) -> list[str]:
-    """Return the names of the numbers that both have."""
-    return [name for name in names if recorded and None not in (digest[name], recorded[name])]
-
-
-def _differences(
-    digest: dict[str, Any], recorded: dict[str, Any] | None, compared: Sequence[str]
-) -> list[str] | None:
-    if recorded is None:
-        return None
-    return [
-        name
-        for name in compared
-        if not (
-            digest[name] == recorded[name] if name == "samples" else same_bits(digest[name], recorded[name])
-        )
-    ]
 
 
 def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compared: list[str]) -> ReplayedStep:
@@ -367,9 +340,9 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
         compared=compared,
         learning_rate=head["learning_rate"],
         micro_batches=[
-            MicroBatch(
+            replayed_steps.MicroBatch(
                 number=number,
-                loss=_finite(batch["loss"]),
+                loss=finite(batch["loss"]),
                 samples=batch["samples"],
                 files=batch["files"],
                 texts=batch.get("texts", []),
@@ -377,8 +350,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
             for number, batch in sorted(batches.items())
         ],
         grad_norms={
-            module: _finite(math.sqrt(square) if square >= 0 else square)
-            for module, square in squares.items()
+            module: finite(math.sqrt(square) if square >= 0 else square) for module, square in squares.items()
         },
         activations=_ranges([line.get("ranges", {}) for line in of_ranks]),
         non_finite=_first([line["non_finite"] for line in of_ranks]),
@@ -397,19 +369,15 @@ def _ranges(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Rang
         lows, highs, sums, counts = zip(*parts, strict=True)
         bounds = (min(lows), max(highs)) if math.isfinite(sum((*lows, *highs))) else (math.nan, math.nan)
         merged[module] = Range(
-            minimum=_finite(bounds[0]), maximum=_finite(bounds[1]), mean_abs=_finite(sum(sums) / sum(counts))
+            minimum=finite(bounds[0]), maximum=finite(bounds[1]), mean_abs=finite(sum(sums) / sum(counts))
         )
     return merged
 
 
 def _numbers(digest: dict[str, Any]) -> StepNumbers:
     return StepNumbers(
-        samples=digest["samples"], loss=_finite(digest["loss"]), grad_norm=_finite(digest["grad_norm"])
+        samples=digest["samples"], loss=finite(digest["loss"]), grad_norm=finite(digest["grad_norm"])
     )
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
@@ -429,7 +397,3 @@ def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
         before=place.get("before"),
         has_finite_weights=place.get("has_finite_weights"),
     )
-
-
-def _differs(replayed: Replayed) -> bool:
-    return replayed["first_difference"] is not None or any(step["differs"] for step in replayed["steps"])

@@ -63,11 +63,14 @@ class BisectOptions(OnRuns, CodeOptions):
 class VerifyOptions(OnRuns, CodeOptions):
     """Check by hashes which checkpoints would load; with --replay, repeat the steps between them.
 
-    The runs are not changed.
+    The runs are not changed; jobs of --submit add their results to the folder.
     """
 
     replays: bool = flag("Repeat the steps between checkpoints on this machine, and compare.", "--replay")
     slots: int | None = option(None, "Stretches to repeat at a time. Default: by cores or GPUs.", min=1)
+    submits: bool = flag(
+        "Repeat them in --slots jobs of an array; `verify RUN` shows the results.", "--submit"
+    )
     part: str | None = option(None, "Repeat part K of N of the stretches: for job arrays.", metavar="K/N")
     tolerance: float | None = option(
         None, "Relative difference that passes. Default: 0 (bitwise) or, if it can't be, 0.05.", min=0

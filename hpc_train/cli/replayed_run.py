@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.evaluate import newest_experiment
-from hpc_train.cli.replay import prepared
+from hpc_train.cli.replay import prepared, replayed_lines
+from hpc_train.errors import HpcTrainError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.report.parted_steps import Lines
 from hpc_train.report.reproduction import Parts
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.run.checkpoints import committed, verify
@@ -90,3 +92,29 @@ def thread_variables(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables with which ranks compute with as many CPU threads as the run's."""
     counts = set(facts["threads"] or ())
     return {"OMP_NUM_THREADS": str(*counts)} if facts["device"] == "cpu" and len(counts) == 1 else {}
+
+
+def replayed_stretches(folder: RunPaths, num_ranks: int) -> list[tuple[Lines, float]]:
+    """Return the lines of the stretches that all ranks have completed, and the seconds of rank 0."""
+    of_ranks = []
+    for rank in range(num_ranks):
+        try:
+            of_ranks.append(list(_split(replayed_lines(folder.replay(rank)))))
+        except HpcTrainError:  # the rank has failed before, which is reported
+            return []
+    stretches: list[tuple[Lines, float]] = []
+    for parts in zip(*of_ranks, strict=False):
+        lines = {of_step[0]["step"]: of_step for of_step in zip(*(lines for lines, _ in parts), strict=False)}
+        stretches.append((lines, parts[0][1]))
+    return stretches
+
+
+def _split(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], float]]:
+    """Yield the lines of each completed stretch, and its seconds."""
+    stretch: list[Mapping[str, Any]] = []
+    for line in lines:
+        if "ended" in line:
+            yield stretch, line["seconds"]
+            stretch = []
+        else:
+            stretch.append(line)

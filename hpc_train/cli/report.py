@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from hpc_train.cli.command_options import ReportOptions
-from hpc_train.cli.many_runs import collecting_rarely, find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.report.html.collecting import Collected, collect
@@ -39,7 +39,6 @@ class Page(TypedDict):
     runs: list[ReportedRun]
 
 
-@collecting_rarely()
 def report(options: ReportOptions) -> ExitCode:
     """Write the page of the runs to ``output``, which is replaced atomically.
 

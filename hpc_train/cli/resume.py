@@ -7,36 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_train.cli.changes import (
-    VersionChange,
-    either,
-    other_python,
-    other_run_keys,
-    runs_and_overrides,
-    say_file_changes,
-    version_change,
-)
+from hpc_train.cli import changes, run_row, starting
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.command_options import ResumeOptions
 from hpc_train.cli.extending import extending, longer_command
-from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, use_nodes
-from hpc_train.cli.queue_forecast import refuse_never_starting
-from hpc_train.cli.run_row import rows_of
-from hpc_train.cli.stage_starts import follow, say_waiting
-from hpc_train.cli.stage_starts import waiting as stages_that_wait
-from hpc_train.cli.starting import (
-    has_saved,
-    next_attempt_words,
-    next_steps,
-    other_run,
-    polling,
-    report,
-    start,
-)
+from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, refuse_never_starting, use_nodes
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.keys import node_at
-from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.input_files import DATA
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartRequest, UsesNodes
@@ -46,23 +24,12 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
 from hpc_train.registry import is_factory
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import attempts, create, found_micro_batch, frozen_experiment, stage_order, trust
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.create import (
-    inputs_differ,
-    note_change,
-    note_inputs,
-    note_versions,
-    noted_changes,
-    refused_changes,
-)
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
-from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
-from hpc_train.run.run_status import GOING_ON, RunStatus, extended_run, extensions, read_status
-from hpc_train.run.trust import check_run
+from hpc_train.run.run_status import CANCELLED, GOING_ON, RunStatus, extended_run, extensions, read_status
 from hpc_train.run.versions import Differences, in_words
 
 _STRICT = "environment.strict=true"
@@ -93,7 +60,7 @@ def start_again(
     """Start runs again: without a checkpoint with the current code, else from it with their own."""
     codes: list[ExitCode] = []
     # Before any starts: a run that has saved something meanwhile is not started a second time.
-    saved = [paths for paths in runs if has_saved(paths)]
+    saved = [paths for paths in runs if starting.has_saved(paths)]
     unsaved = [paths for paths in runs if paths not in saved]
     for new_code, group in ((True, unsaved), (False, saved)):
         request = _Request(list(overrides), launcher, devices, new_code, nodes=nodes)
@@ -104,18 +71,29 @@ def start_again(
 
 
 def _follow(runs: Sequence[RunPaths], before: Sequence[str], request: _Request) -> list[ExitCode]:
-    """Start the stages that wait for the resumed runs; ``before``: the runs' states before."""
-    request = replace(request, overrides=[])
+    """Start the stages after runs that were resumed: a waiting job is replaced, since it waits for a job that
+    has ended. Elsewhere than in a queue they start once the former one has completed.
 
-    def launcher_name(paths: RunPaths) -> str:
-        return request.launcher or last_launcher(paths)
-
-    return follow(
-        runs,
-        before,
-        lambda paths: _resume_batch(launcher_name(paths), [paths], request),
-        lambda paths: load_launcher(launcher_name(paths)).is_queue,
-    )
+    ``before``: the runs' states before; a cancelled stage follows only a run that was cancelled, too.
+    """
+    request, codes = replace(request, overrides=[]), list[ExitCode]()
+    for run, state in zip(runs, before, strict=True):
+        later = [] if state in {*GOING_ON, "completed"} else stage_order.later(run)
+        if not later or statuses([run])[0].state not in {*GOING_ON, "completed"}:
+            continue
+        for paths in later:
+            name, is_cancelled = (
+                request.launcher or last_launcher(paths),
+                read_status(paths).state == CANCELLED,
+            )
+            if is_cancelled and state != CANCELLED:
+                break
+            if not load_launcher(name).is_queue and stage_order.waiting_words(paths) is not None:
+                break
+            if not is_cancelled:
+                launcher_of(paths).cancel([paths])
+            codes += _resume_batch(name, [paths], request)
+    return codes
 
 
 @dataclass(frozen=True)
@@ -123,21 +101,21 @@ class _Resumption:
     paths: RunPaths
     loaded: Loaded
     devices: int | None
-    versions: VersionChange
+    versions: changes.VersionChange
     #: Changes of the previous attempt, which was rejected because of them.
     omitted_changes: list[str]
 
 
 def resume(options: ResumeOptions) -> ExitCode:
     """Resume the runs and print their status; return ``resume_runs``'s worst exit code."""
-    names, overrides = runs_and_overrides(options.runs_and_overrides)
+    names, overrides = changes.runs_and_overrides(options.runs_and_overrides)
     _refuse_other_words(names)
     if not names:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     runs = find_runs(names)
     with extending(runs, overrides) as (runs, overrides):
         codes, _ = resume_runs(runs, overrides, options)
-    report(rows_of(runs), as_json=options.as_json)
+    starting.report(run_row.rows_of(runs), as_json=options.as_json)
     return max(codes)
 
 
@@ -170,9 +148,9 @@ def resume_runs(
         options.take_over,
         options.nodes,
     )
-    waiting = stages_that_wait(runs)
+    waiting = [paths for paths in runs if stage_order.waiting_words(paths) is not None]
     runs = [paths for paths in runs if paths not in waiting]
-    codes = [say_waiting(paths, runs) for paths in waiting]
+    codes = [starting.say_waiting(paths, runs) for paths in waiting]
     for name, group in _batches(runs, request):
         before = [status.state for status in statuses(group)]
         codes += _resume_batch(name, group, request)
@@ -190,7 +168,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
     for paths in runs:
         name = request.launcher or next_launcher(paths)
         if request.launcher is None and is_factory(name):
-            check_run(paths)  # the files of other users must not select the code that is imported here
+            trust.check_run(paths)  # the files of other users must not select the code that is imported here
         if load_launcher(name).is_queue:
             queued.setdefault((name, paths.siblings), []).append(paths)
         else:
@@ -207,7 +185,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
     launcher, codes = load_launcher(name), list[ExitCode]()
     use_nodes(launcher, request.nodes, f"resume {run_name(runs[0])}")
     with launcher.submitting(runs[0].siblings):
-        newest, ready = {paths: newest_number(paths) for paths in runs}, []
+        newest, ready = {paths: attempts.newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
             is_made_only = launcher.is_unsubmitted(paths)
             code = _stays(paths, status, request, is_made_only=is_made_only)
@@ -223,10 +201,10 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         _warn_of_divergence([run.paths for run in prepared], request)
         starts = [_start_request(run, request, newest[run.paths]) for run in prepared]
         for run in starts:
-            action = next_attempt_words(run.paths, request.overrides)
+            action = starting.next_attempt_words(run.paths, request.overrides)
             say(f"{run_name(run.paths)}: {action}; in {run.paths.folder}")
         if starts:
-            codes.append(start(launcher, starts))
+            codes.append(starting.start(launcher, starts))
     return codes
 
 
@@ -237,7 +215,7 @@ def _warn_of_divergence(runs: Sequence[RunPaths], request: _Request) -> None:
     for paths in runs:
         record = newest_record(paths)
         if record is not None and record.cause == "diverged":
-            lines = next_steps(paths, read_status(paths))
+            lines = starting.next_steps(paths, read_status(paths))
             say(f"{run_name(paths)}: its last attempt diverged ({record.reason})")
             say(*(f"  {line}" for line in lines))
 
@@ -259,13 +237,13 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
         if request.overrides:
             # In addition to the overrides recorded for an attempt of this number that never began.
             noted = ((read_json(paths.run) or {}).get("changes") or {}).get(str(attempt)) or []
-            note_change(paths, attempt, [*noted, *request.overrides])
+            create.note_change(paths, attempt, [*noted, *request.overrides])
         if resumption.versions.now is not None:
-            note_versions(paths, attempt, resumption.versions.now)
-        note_inputs(paths, experiment, has_saved=bool(committed(paths)))
+            create.note_versions(paths, attempt, resumption.versions.now)
+        create.note_inputs(paths, experiment, has_saved=bool(committed(paths)))
 
     problem, devices = resumption.loaded.problem, resumption.devices
-    return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
+    return StartRequest(paths, experiment, problem, devices, prepare, after, starting.polling)
 
 
 def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_only: bool) -> ExitCode | None:
@@ -297,15 +275,15 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
     """Report the overrides of the previous attempt, and changes of files and versions since."""
     for run in runs:
         if run.omitted_changes:
-            changes = " ".join(run.omitted_changes)
-            say(f"{run_name(run.paths)}: omits {changes}, with which the last attempt was refused")
-    say_file_changes([(run.paths, run.loaded.experiment) for run in runs], is_queued=is_queued)
+            omitted = " ".join(run.omitted_changes)
+            say(f"{run_name(run.paths)}: omits {omitted}, with which the last attempt was refused")
+    changes.say_file_changes([(run.paths, run.loaded.experiment) for run in runs], is_queued=is_queued)
     runs_by_words: dict[str, list[str]] = {}
     for run in runs:
         if text := run.versions.words:
             runs_by_words.setdefault(text, []).append(run_name(run.paths))
     for text, ids in runs_by_words.items():
-        say(f"{either(ids)}: {text}")
+        say(f"{changes.either(ids)}: {text}")
 
 
 def _refuse_living(paths: RunPaths, status: RunStatus, request: _Request) -> ExitCode:
@@ -373,27 +351,30 @@ def _take_over(paths: RunPaths) -> str:
 def _prepare(
     paths: RunPaths, request: _Request, name: str, launcher: Launcher, checks: Preflight
 ) -> _Resumption:
-    check_run(paths)
+    trust.check_run(paths)
     before, loaded = _changed(paths, request.overrides)
-    devices = _devices(paths, request, name)
-    devices = launcher.choose_devices(loaded.experiment, devices)
-    ranks = launcher.ranks(loaded.experiment, devices)
+    job = loaded.experiment
+    devices = launcher.choose_devices(job, _devices(paths, request, name))
 
     def spent() -> list[str]:
         is_limited = launcher.is_queue or isinstance(launcher, UsesNodes)
-        problem = spent_budget(loaded.experiment, records(paths)) if is_limited else None
+        problem = spent_budget(job, records(paths)) if is_limited else None
         return [] if problem is None else [loaded.source.render(problem)]
 
-    run = Candidate(loaded.experiment, ranks, kept_size(paths))
+    run = Candidate(job, launcher.ranks(job, devices), found_micro_batch.kept_size(paths))
     if problems := checks.of_resumed(loaded, run, budget=spent):
         raise BadFileError(problems)
-    _refuse_other_inputs(paths, loaded.experiment)
-    pythons = other_python(last_launcher(paths), before.experiment), other_python(name, loaded.experiment)
-    versions = version_change(paths, *pythons, new_code=request.new_code)
-    if versions.differences and loaded.experiment.environment.strict:
+    if DATA in create.inputs_differ(paths, job) and committed(paths):
+        raise BadFileError(
+            f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them "
+            "back, or submit the file again with --new"
+        )
+    then, now = changes.other_python(last_launcher(paths), before.experiment), changes.other_python(name, job)
+    versions = changes.version_change(paths, then, now, new_code=request.new_code)
+    if versions.differences and job.environment.strict:
         _refuse_versions(paths, versions.differences, request)
-    omitted_changes = [override for override in refused_changes(paths) if override not in request.overrides]
-    return _Resumption(paths, loaded, devices, versions, omitted_changes)
+    refused = [override for override in create.refused_changes(paths) if override not in request.overrides]
+    return _Resumption(paths, loaded, devices, versions, refused)
 
 
 def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:
@@ -419,23 +400,14 @@ def _refuse_versions(paths: RunPaths, differences: Differences, request: _Reques
     )
 
 
-def _refuse_other_inputs(paths: RunPaths, experiment: Job) -> None:
-    """Raise BadFileError if a run that has saved something would continue on other data."""
-    if DATA in inputs_differ(paths, experiment) and committed(paths):
-        raise BadFileError(
-            f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them "
-            "back, or submit the file again with --new"
-        )
-
-
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
     """Return the current and the changed experiment. Raises UsageError if the latter is another run."""
-    earlier = noted_changes(paths, newest_number(paths) + 1)
-    before = load_changed(paths, earlier)
+    earlier = create.noted_changes(paths, attempts.newest_number(paths) + 1)
+    before = frozen_experiment.load_changed(paths, earlier)
     if not overrides:
         return before, before
-    after = load_changed(paths, [*earlier, *overrides], check_names=True)
-    if refused := other_run_keys(before.experiment, after.experiment):
+    after = frozen_experiment.load_changed(paths, [*earlier, *overrides], check_names=True)
+    if refused := changes.other_run_keys(before.experiment, after.experiment):
         head = f"{', '.join(refused)}: would make {run_name(paths)} another run; start one of its own"
-        raise UsageError(other_run(paths, head, overrides))
+        raise UsageError(starting.other_run(paths, head, overrides))
     return before, after

@@ -16,28 +16,16 @@ from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.base import AccountingLauncher, Launcher
 from hpc_train.launchers.lookup import launcher_in, statuses
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.recovery import bad_nodes, budgets
+from hpc_train.recovery import bad_nodes, budgets, diagnosis, history
 from hpc_train.recovery.budgets import Left, Limits
-from hpc_train.recovery.diagnosis import silent_for
-from hpc_train.recovery.history import effective_recovery
 from hpc_train.recovery.save_interval import SaveInterval
-from hpc_train.report.changed_keys import in_words
+from hpc_train.report import changed_keys, run_files
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
-from hpc_train.report.run_files import RunFiles, layout_of, ranks_of
-from hpc_train.report.run_times import (
-    Restart,
-    elapsed_s,
-    first_step_words,
-    newest_restart,
-    remaining_s,
-    short_duration,
-)
+from hpc_train.report.run_files import Restart, RunFiles, ranks_of, short_duration
 from hpc_train.report.usage import MAX_BYTES, Usage, goodput, usage_of
-from hpc_train.run.attempts import job_ids
+from hpc_train.run import attempts, bad_samples, checkpoints, evaluation_jobs, files, spikes
 from hpc_train.run.best import Best
-from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.file_shapes import decoded, encoded
-from hpc_train.run.files import read_text
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus, extension_words
 
@@ -126,7 +114,7 @@ class RunRow:
         """
         run = RunFiles.read(paths, with_events=is_full)
         facts = run.facts
-        jobs = job_ids(facts)
+        jobs = attempts.job_ids(facts)
         # The status of another run has no words.
         has_recovery = is_full or (run.attempts and now.state in GOING_ON)
         recovery = _recovery_of(run, now) if has_recovery else _Recovery()
@@ -134,7 +122,7 @@ class RunRow:
         # Only a run in training needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
         slow = [now.slow_words] if now.state == "running" else []
-        elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
+        elapsed, remaining = run_files.elapsed_s(run, now), run_files.remaining_s(now, rows)
         best = decoded(Best, now.best)
         details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
         return cls(
@@ -203,7 +191,7 @@ class RunRow:
             self.progress,
             self.job or "",
             *times,
-            ", ".join(filter(None, (in_words(self.values), *extends))),
+            ", ".join(filter(None, (changed_keys.in_words(self.values), *extends))),
             self.reason or self.metric,
         ]
 
@@ -223,10 +211,10 @@ class RunRow:
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
             ),
-            ("first step", first_step_words(self.first_step or {})),
+            ("first step", run_files.first_step_words(self.first_step or {})),
             ("saves", str(SaveInterval.of(self.save_interval) or "")),
             *(Usage(**self.usage).details() if self.usage else ()),
-            ("values", in_words(self.values)),
+            ("values", changed_keys.in_words(self.values)),
             *extension_words(vars(self)),
             ("code", ", ".join(filter(None, (commit, snapshot)))),
             ("folder", self.path),
@@ -261,10 +249,8 @@ def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
 def _details(
     run: RunFiles, now: RunStatus, elapsed: float | None, *, with_accounting: bool
 ) -> dict[str, Any]:
-    """Return the fields of a row that the table of runs does not show. For a long run, times are estimates
-    from a part of its rows.
-    """
-    paths, layout, best = run.paths, layout_of(run), best_checkpoint(run.paths)
+    """Return fields that the table of runs does not show; a long run's times are estimates."""
+    paths, layout, best = run.paths, run_files.layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
     used = None
     if run.recorded:
@@ -276,7 +262,7 @@ def _details(
     code = run.facts.get("code")
     useful = goodput(paths, now, elapsed, rows)
     return {
-        "restart": newest_restart(run.records),
+        "restart": run_files.newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
         "code": None if code is None else {key: code.get(key) for key in ("commit", "dirty", "snapshot")},
         "ranks": ranks_of(run.facts, run.newest_record),
@@ -294,9 +280,15 @@ def _details(
 def best_checkpoint(paths: RunPaths) -> Best | None:
     """Return the evaluation of the best checkpoint; None if unknown."""
     try:
-        return kept_best(paths)
+        return checkpoints.kept_best(paths)
     except BadFileError:  # a checkpoint of a later version
         return None
+
+
+def notes_in_words(paths: RunPaths) -> list[tuple[str, str]]:
+    """Return label and text of the run's bad samples, evaluations by other jobs and spikes, if it has any."""
+    notes = {"bad samples": bad_samples, "evaluations": evaluation_jobs, "spikes": spikes}
+    return [(label, text) for label, module in notes.items() if (text := module.in_words(paths))]
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
@@ -335,7 +327,7 @@ def _recovery_of(run: RunFiles, now: RunStatus) -> _Recovery:
     if excluded and now.state in GOING_ON:
         refusal = "can't exclude these nodes, since too few would be left: "
         lines = [f"{refusal if newest.kept_nodes.exists() else ''}{bad_nodes.exclusion_words(excluded)}"]
-    newest_job = next(reversed(job_ids(run.facts)), None)  # a resume starts with a full budget
+    newest_job = next(reversed(attempts.job_ids(run.facts)), None)  # a resume starts with a full budget
     left = budgets.left([record for record in records if record.job == newest_job], limits)
     return _Recovery(left, excluded, (*lines, *silent))
 
@@ -347,7 +339,7 @@ def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
             age_s = time.time() - path.stat().st_mtime
             if age_s > _SILENT_S:
                 node = path.stem.removeprefix("heartbeat-")
-                lines.append(silent_for(node, age_s))
+                lines.append(diagnosis.silent_for(node, age_s))
     return tuple(lines)
 
 
@@ -359,7 +351,7 @@ def _limits(run: RunFiles) -> Limits:
     next_number = run.newest_number + 1
     text = (*_recovery_section(run.paths), *_recovery_changes(run, next_number))
     if text not in _limits_by_text:
-        _limits_by_text[text] = effective_recovery(run.paths, next_number)
+        _limits_by_text[text] = history.effective_recovery(run.paths, next_number)
     return _limits_by_text[text]
 
 
@@ -373,7 +365,7 @@ def _recovery_changes(run: RunFiles, attempt: int) -> list[str]:
 
 def _recovery_section(paths: RunPaths) -> list[str]:
     """Return the lines of the frozen file's ``recovery:``, which is written with one key per line."""
-    lines = read_text(paths.experiment).splitlines()
+    lines = files.read_text(paths.experiment).splitlines()
     if "recovery:" not in lines:
         return []
     return list(takewhile(lambda line: line.startswith(" "), lines[lines.index("recovery:") + 1 :]))

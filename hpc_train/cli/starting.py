@@ -1,4 +1,4 @@
-"""Starting runs with a launcher, and how they ended: for ``submit``, ``resume`` and ``search``."""
+"""Starting runs and the stages of a file, and how they ended: for ``submit``, ``resume`` and ``search``."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from hpc_train.cli.changes import as_override, key_of, swept_values
-from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
+from hpc_train.cli.run_row import RunRow, best_checkpoint, notes_in_words, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError
 from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.plan.staged_file import StagedFile
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import DEFAULT
+from hpc_train.launchers.lookup import DEFAULT, statuses
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
-from hpc_train.run import bad_samples, frozen_experiment, spikes
+from hpc_train.run import frozen_experiment, liveness, stage_order
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import BestSoFar, goal_of
 from hpc_train.run.checkpoints import committed, is_left_over
@@ -28,8 +31,7 @@ from hpc_train.run.code.snapshot import folder_in_tree, linked
 from hpc_train.run.create import effective_experiment, origin_of, refused_changes
 from hpc_train.run.files import read_json, read_text, tail_text
 from hpc_train.run.find import run_name, run_names
-from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, read_status
+from hpc_train.run.run_status import CANCELLED, GOING_ON, INTERRUPTED, RunStatus, read_status, run_facts
 
 #: A traceback frame in one of the user's files: in the snapshot, or a program's copy of it.
 _OWN_FRAME = (
@@ -75,8 +77,7 @@ def _say_queued(runs: Sequence[RunPaths]) -> None:
 
 
 def _say_details(*details: tuple[str, str]) -> None:
-    for line in columns([(f"  {label}", text) for label, text in details]):
-        say(line)
+    say(*columns([(f"  {label}", text) for label, text in details]))
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
@@ -96,18 +97,14 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
         say(f"{name}: {'queued' if row.state == 'pending' else row.state}")
         _say_details(("run folder", from_here(paths.folder)), ("status", f"`hpc-train status {name}`"))
         return
-    record = newest_record(paths)
+    record = liveness.newest_record(paths)
     has_said_why = record is not None and record.launcher == LOCAL
     reason = f" ({row.reason})" if row.reason and not has_said_why else ""
     say(f"{name}: {row.state}{reason} at step {row.progress}")
     details = [*_results(paths, validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
     if paths.metrics.exists():
         details.append(("metrics", from_here(paths.metrics)))
-    if bad := bad_samples.in_words(paths):
-        details.append(("bad samples", bad))
-    if newest_spikes := spikes.in_words(paths):
-        details.append(("spikes", newest_spikes))
-    details += _profile(paths)
+    details += [*notes_in_words(paths), *_profile(paths)]
     steps = next_steps(paths, read_status(paths))
     _say_details(*details, *zip(("next", *[""] * len(steps)), steps, strict=False))
 
@@ -180,7 +177,7 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     continues = f"`{resume}` {_continues(paths)}"
     if status.state != "failed":
         return [continues]
-    record = newest_record(paths)
+    record = liveness.newest_record(paths)
     if record is not None and record.cause == "diverged":
         return _after_divergence(paths)
     if refused := refused_changes(paths):
@@ -219,10 +216,7 @@ def _all_damaged(paths: RunPaths) -> bool:
 
 
 def own_code_place(paths: RunPaths) -> str | None:
-    """Return ``file:line`` of the innermost frame in the user's own files; None without one.
-
-    The file is relative to the folder of ``submit``, if it is below it.
-    """
+    """Return ``file:line`` of the innermost frame in the user's files, from the folder of ``submit``."""
     attempt = paths.attempt(newest_number(paths))
     pattern = re.compile(_OWN_FRAME.format(run=re.escape(paths.folder.name)), re.MULTILINE)
     for error in attempt.files_of_ranks(".error").values():
@@ -270,7 +264,7 @@ def _launcher_options(paths: RunPaths) -> list[str]:
     launcher = str((read_json(paths.run) or {}).get("launcher") or LOCAL)
     if launcher == DEFAULT:
         return []
-    record: AttemptRecord | None = newest_record(paths)
+    record: AttemptRecord | None = liveness.newest_record(paths)
     devices = [] if record is None or record.devices is None else ["--devices", str(record.devices)]
     return ["--local", *devices] if launcher == LOCAL else ["--launcher", launcher]
 
@@ -313,3 +307,76 @@ def _after_divergence(paths: RunPaths) -> list[str]:
         skip = new_run_command(paths, ["optimization.on_non_finite=skip"])
         steps.append(f"  such steps skipped: `{skip}`")
     return steps
+
+
+class Submission(Protocol):
+    """The submission of one stage."""
+
+    def create(self) -> RunPaths:
+        """Create the run, unless it exists."""
+
+    def start_all(self) -> tuple[ExitCode, list[RunPaths]]:
+        """Create the run, if it does not exist, and start it."""
+
+
+def start_stages(
+    launcher: Launcher, file: StagedFile, count: int, submission: Callable[[int, Loaded], Submission]
+) -> tuple[ExitCode, list[RunPaths]]:
+    """Start the stages: in a queue each waits for the former one, elsewhere each is followed to its end.
+
+    Elsewhere all runs are created before the first one starts. Stops at a stage that does not complete.
+    ``submission``: of the stage of this index. Return the worst exit code, and the runs.
+    """
+    runs: list[RunPaths] = []
+    codes = [ExitCode.DONE]
+    after = weights = None
+    created: list[Submission] = []
+    for index in range(count):
+        loaded = file.load(index, after, weights)  # with --new, a run has another id than planned
+        created.append(submission(index, loaded))
+        if launcher.is_queue:
+            say(f"stage {index + 1} of {count}:")
+            code, (paths,) = created[-1].start_all()
+            codes.append(code)
+        else:
+            paths = created[-1].create()
+        runs.append(paths)
+        after = f"{paths.siblings.folder.name}/{paths.folder.name}"
+        weights = after if loaded.experiment.workload == "training" else weights
+        if launcher.is_queue and not _leads_on(paths, is_queue=True, left=count - index - 1):
+            return max(codes), runs
+    for index, paths in enumerate(runs if not launcher.is_queue else ()):
+        say(f"stage {index + 1} of {count}: {run_name(paths)}")
+        if read_status(paths).state != CANCELLED or stage_order.has_begun(paths):
+            codes.append(created[index].start_all()[0])
+        if not _leads_on(paths, is_queue=False, left=count - index - 1):
+            break
+    return max(codes), runs
+
+
+def _leads_on(paths: RunPaths, *, is_queue: bool, left: int) -> bool:
+    """Return True if the next stage may be submitted; else print how the ``left`` later ones continue."""
+    (status,) = statuses([paths])
+    if status.state == "completed" or (is_queue and status.state in GOING_ON):
+        return True
+    if left:
+        name = run_name(paths)
+        say(f"{name}: {status.state}; `hpc-train resume {name}` lets the {left} later stages follow")
+    return False
+
+
+def is_created_only(paths: RunPaths, launcher: Launcher, name: str) -> bool:
+    """Return True for a stage that a command has created for the launcher of this name, and not started."""
+    facts = run_facts(paths)
+    is_of_launcher = not launcher.is_queue and facts.get("launcher") == name
+    return is_of_launcher and bool(facts.get("stage")) and not stage_order.has_begun(paths)
+
+
+def say_waiting(paths: RunPaths, resumed: Sequence[RunPaths]) -> ExitCode:
+    """Print why a stage is not resumed by itself, unless a run that is ``resumed`` lets it follow."""
+    if any(paths in stage_order.later(run) for run in resumed):
+        return ExitCode.DONE
+    before = stage_order.former(paths)
+    assert before is not None
+    say(f"{run_name(paths)}: {stage_order.waiting_words(paths)}; nothing started")
+    return ExitCode.DONE if read_status(before).state in GOING_ON else ExitCode.FAILED

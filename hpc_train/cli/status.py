@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from hpc_train.cli.command_options import StatusOptions, WatchOptions
-from hpc_train.cli.many_runs import collecting_rarely, find_readable
-from hpc_train.cli.run_row import RunRow, rows_at, rows_json
+from hpc_train.cli.many_runs import find_readable
+from hpc_train.cli.run_row import RunRow, notes_in_words, rows_at, rows_json
 from hpc_train.console import columns, print_table, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
@@ -20,10 +20,8 @@ from hpc_train.recovery.diagnosis import LAUNCHER_DIED
 from hpc_train.recovery.history import saved_step
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
-from hpc_train.report.run_files import RunFiles, layout_of
-from hpc_train.report.run_times import node_words
+from hpc_train.report.run_files import RunFiles, layout_of, node_words
 from hpc_train.report.usage import counts_by_state
-from hpc_train.run import bad_samples, evaluation_jobs, spikes
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_names
@@ -49,7 +47,6 @@ _COLUMNS: dict[str, _Key] = {
 }
 
 
-@collecting_rarely()
 def status(options: StatusOptions) -> ExitCode:
     """Show these runs, or all."""
     runs = find_readable(options.runs)
@@ -115,12 +112,7 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
     if record is not None and record.job and record.hosts:
         details.append(("nodes", node_words(record)))
-    if bad := bad_samples.in_words(paths):
-        details.append(("bad samples", bad))
-    if evaluations := evaluation_jobs.in_words(paths):
-        details.append(("evaluations", evaluations))
-    if newest_spikes := spikes.in_words(paths):
-        details.append(("spikes", newest_spikes))
+    details += notes_in_words(paths)
     put(*columns([(f"  {label}", text) for label, text in details]))
 
 

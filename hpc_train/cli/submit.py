@@ -8,20 +8,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc_train.cli import extending, plan_cost, run_row, starting
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
-from hpc_train.cli.extending import longer_command, shorter_run
 from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
 from hpc_train.cli.plan import say_layouts, show
-from hpc_train.cli.plan_cost import over_budget_lines
-from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, say_before
-from hpc_train.cli.queue_forecast import never_starting, to_submit
+from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, never_starting, say_before, to_submit
 from hpc_train.cli.resume import start_again
-from hpc_train.cli.run_row import rows_of
-from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
-from hpc_train.cli.stage_starts import is_created_only, start_stages
-from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
+from hpc_train.cli.search import GivenUp, finish_submissions, next_trials
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
@@ -44,7 +39,7 @@ def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> 
     """Start the runs of the file and print their status; return ``submit_runs``'s exit code."""
     code, runs = submit_runs(options, given_up)
     if not options.dry_run:
-        report(rows_of(runs), as_json=options.as_json)
+        starting.report(run_row.rows_of(runs), as_json=options.as_json)
     return code
 
 
@@ -94,7 +89,7 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
     return Preflight(launcher, on_this_machine=choice.on_this_machine).of_plan(
         loaded,
         plan,
-        budget=lambda: over_budget_lines(loaded, plan, choice.name),
+        budget=lambda: plan_cost.over_budget_lines(loaded, plan, choice.name),
         queue=lambda: never_starting(
             launcher, loaded, plan.name, plan.runs if options.new else to_submit(plan)
         ),
@@ -126,7 +121,7 @@ def _start_stages(
         plan = choice.plan(loaded, devices[index])
         return _Submission(choice, loaded, plan, devices[index], options, [])
 
-    return start_stages(launcher, file, len(stages), submission)
+    return starting.start_stages(launcher, file, len(stages), submission)
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
@@ -243,7 +238,7 @@ class _Submission:
                 folders.append((self._create_beside(folder, run), True))
             else:
                 existing = self._again.get(run.id) or _existing_run(folder, run)
-                folders.append((existing, is_created_only(existing, self._launcher, self._name)))
+                folders.append((existing, starting.is_created_only(existing, self._launcher, self._name)))
         return folders
 
     def _take_snapshot(self) -> None:
@@ -295,10 +290,10 @@ class _Submission:
             self._slots.start(runs[0][0])
             return
         requests = [
-            StartRequest(paths, run.experiment, self._loaded.problem, self._devices, polling=polling)
+            StartRequest(paths, run.experiment, self._loaded.problem, self._devices, polling=starting.polling)
             for paths, run in runs
         ]
-        self._codes.append(start(self._launcher, requests))
+        self._codes.append(starting.start(self._launcher, requests))
         if self._launcher.is_queue:
             say_layouts([run for _, run in runs])
 
@@ -311,7 +306,7 @@ class _Submission:
         again: dict[tuple[str, ...], list[RunPaths]] = {}
         active: list[tuple[RunPaths, PlannedRun]] = []
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
-            is_again = starts_again(paths, status)
+            is_again = starting.starts_again(paths, status)
             if is_again:
                 reason = f" ({status.reason})" if status.reason else ""
                 say(
@@ -340,9 +335,12 @@ class _Submission:
     def _say_not_applied(self, active: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
         """Print what the file changes in active runs, whether the queue accepts it, and how to apply it."""
         groups: dict[tuple[str, ...], list[tuple[RunPaths, PlannedRun]]] = {}
+        overrides_of: dict[tuple[str, ...], list[str]] = {}
         for paths, run in active:
-            lines = tuple(change.words for change in self._changes_of_active(paths, run))
+            changes = _changes_since(paths, run.experiment, is_queued=launcher_of(paths).is_queue)
+            lines = tuple(change.words for change in changes)
             groups.setdefault(lines, []).append((paths, run))
+            overrides_of.setdefault(lines, [change.override for change in changes])
         for lines, group in groups.items():
             runs = [paths for paths, _ in group]
             if not lines:
@@ -354,18 +352,14 @@ class _Submission:
                 self._codes.append(ExitCode.BAD_FILE)
                 continue
             names = names_of(runs)
-            overrides = [change.override for change in self._changes_of_active(*group[0])]
             cancel = shlex.join(["hpc-train", "cancel", *names])
-            resume = shlex.join(["hpc-train", "resume", *names, *overrides])
+            resume = shlex.join(["hpc-train", "resume", *names, *overrides_of[lines]])
             say(f"  the changes are valid; to apply them: `{cancel} && {resume}`")
-
-    def _changes_of_active(self, paths: RunPaths, run: PlannedRun) -> list[Change]:
-        return _changes_since(paths, run.experiment, is_queued=launcher_of(paths).is_queue)
 
 
 def _say_shorter(paths: RunPaths, run: PlannedRun) -> None:
     """Print how to continue a completed run that is only shorter than this new one."""
-    if (shorter := shorter_run(paths, run.experiment)) is not None:
+    if (shorter := extending.shorter_run(paths, run.experiment)) is not None:
         other, length = shorter
         command = shlex.join(["hpc-train", "resume", run_name(other), length])
         say(
@@ -395,7 +389,7 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued:
         )
         return ExitCode.FAILED
     if status.state == "completed":
-        longer = f", `{command}` longer" if (command := longer_command(paths)) else ""
+        longer = f", `{command}` longer" if (command := extending.longer_command(paths)) else ""
         say(
             f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again{longer})"
         )
@@ -408,7 +402,7 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued:
         say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started{local}")
         return ExitCode.DONE
     say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
-    for line in next_steps(paths, status, _overrides_since(paths, wanted, is_queued=is_queued)):
+    for line in starting.next_steps(paths, status, _overrides_since(paths, wanted, is_queued=is_queued)):
         say(f"  {line}")
     say("  or train it again from step 0 in a new run: add --new")
     return ExitCode.FAILED

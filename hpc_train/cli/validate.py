@@ -111,10 +111,7 @@ def validate(options: ValidateOptions) -> ExitCode:
 
 
 def _checked(file: Path, overrides: Sequence[str]) -> tuple[list[tuple[Loaded, Plan]], int]:
-    """Return the stages of a file that ``submit`` would accept, with their plans, and the number of runs.
-
-    Raises BadFileError with all problems.
-    """
+    """Return the acceptable stages, their plans, and the number of runs. BadFileError has all problems."""
     choice = LauncherChoice.of(LauncherOptions())
     checked = [(loaded, submittable(choice, loaded)) for loaded in load_stages(file, overrides)]
     search = checked[0][0].experiment.sweep.search
@@ -130,10 +127,7 @@ def schema(options: SchemaOptions) -> ExitCode:
 
 
 def prepare(options: PrepareOptions) -> int:
-    """Download and try the file's parts in a child process, which imports torch.
-
-    Downloads that are impossible here are reported before any process imports torch.
-    """
+    """Try the file's parts in a child process with torch, after a look for impossible downloads."""
     if problems := impossible_downloads(options.file, options.overrides):
         raise BadFileError(problems)
     loaded = load(options.file, options.overrides)

@@ -10,23 +10,27 @@ import math
 import os
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc_train.cli.code import is_new
+from hpc_train.cli.command_line import exit_code_of
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.replay import replay_folder, replay_on_ranks, replayed_lines
+from hpc_train.cli.replay import replay_folder, replay_on_ranks
 from hpc_train.cli.replay_options import VerifyOptions
-from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
+from hpc_train.cli.replayed_run import ReplayedRun, replayed_stretches, thread_variables
+from hpc_train.cli.verify_jobs import VerifyingJobs, jobs_lines, joined, submit
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
-from hpc_train.launchers.gpus import count_gpus, gpu_names
+from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.launchers.local import LocalLauncher, noted_signals
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus, gpu_names
 from hpc_train.report.parted_steps import (
     Lines,
     place,
@@ -47,6 +51,7 @@ from hpc_train.run.digests import read_digests
 from hpc_train.run.find import run_name
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.trust import check_run
+from hpc_train.run.verification_parts import PartsRequest
 
 #: Relative difference that passes if a replay can't be bitwise identical. Assumed.
 DEFAULT_TOLERANCE = 0.05
@@ -77,6 +82,8 @@ class VerifiedRun(TypedDict):
     #: With ``--replay``: the stretches that were replayed at the same time, and the seconds of all.
     slots: int | None
     seconds: float | None
+    #: The newest jobs of ``--submit``, whose results are in ``stretches``; null: none, or with ``--replay``.
+    jobs: VerifyingJobs | None
 
 
 class Verification(TypedDict):
@@ -94,26 +101,47 @@ def verify(options: VerifyOptions) -> ExitCode:
         check_run(paths)
     runs = []
     for paths in folders:
-        verified = VerifiedRun(
-            id=paths.folder.name,
-            name=paths.siblings.folder.name,
-            path=str(paths.folder.absolute()),
-            checkpoints=list(_verified(paths, shows=not options.as_json)),
-            stretches=[],
-            slots=None,
-            seconds=None,
-        )
+        verified = _begun(paths, list(_verified(paths, shows=not options.as_json)))
         if options.replays:
-            run = ReplayedRun(paths, run_name(paths), is_new(options.code))
-            _Replays(run, options, part).verify(verified)
-            if not options.as_json:
-                put(*stretches_text(verified["stretches"], verified["seconds"] or 0.0, run_name(paths)))
+            replays = _Replays(ReplayedRun(paths, run_name(paths), is_new(options.code)), options, part)
+            replays.submit(verified) if options.submits else replays.verify(verified)
+        else:
+            _join(verified, paths)
+        if verified["stretches"] and not options.as_json:
+            put(*stretches_text(verified["stretches"], verified["seconds"] or 0.0, run_name(paths)))
         runs.append(verified)
     if options.as_json:
         put_json(Verification(version=JSON_VERSION, runs=runs))
     is_damaged = any(saved["counts"] and saved["problems"] for run in runs for saved in run["checkpoints"])
     differs = any(stretch["result"] in FAILURES for run in runs for stretch in run["stretches"])
-    return ExitCode.FAILED if is_damaged or differs else ExitCode.DONE
+    jobs = [run["jobs"] for run in runs if run["jobs"] is not None]
+    if is_damaged or differs or any(array["failed"] for array in jobs):
+        return ExitCode.FAILED
+    waits = not options.submits and any(array["unfinished"] for array in jobs)
+    return ExitCode.TRY_AGAIN if waits else ExitCode.DONE
+
+
+def _begun(paths: RunPaths, saved: list[CheckpointJson]) -> VerifiedRun:
+    return VerifiedRun(
+        id=paths.folder.name,
+        name=paths.siblings.folder.name,
+        path=str(paths.folder.absolute()),
+        checkpoints=saved,
+        stretches=[],
+        slots=None,
+        seconds=None,
+        jobs=None,
+    )
+
+
+def _join(verified: VerifiedRun, paths: RunPaths) -> None:
+    """Add the results of the newest jobs of ``--submit``."""
+    verified["jobs"], verified["stretches"], seconds = joined(paths)
+    if (jobs := verified["jobs"]) is not None:
+        verified["slots"], verified["seconds"] = jobs["parts"], seconds
+        newest = max((saved["step"] for saved in verified["checkpoints"]), default=0)
+        for line in jobs_lines(jobs, paths, newest):
+            say(line)
 
 
 def _check_options(options: VerifyOptions) -> tuple[int, int]:
@@ -121,6 +149,7 @@ def _check_options(options: VerifyOptions) -> tuple[int, int]:
     others = {
         "--slots": options.slots,
         "--part": options.part,
+        "--submit": options.submits or None,
         "--tolerance": options.tolerance,
         "--devices": options.devices,
         "--code": options.code,
@@ -128,6 +157,8 @@ def _check_options(options: VerifyOptions) -> tuple[int, int]:
     for name, value in others.items():
         if value is not None and not options.replays:
             raise UsageError(f"{name}: has no effect without --replay; add it, or omit {name}")
+    if options.submits and options.part is not None:
+        raise UsageError("--part: each job of --submit repeats a part; omit --part, or --submit")
     numbers = (options.part or "1/1").split("/")
     if len(numbers) == 2 and all(number.isdecimal() and len(number) < 10 for number in numbers):
         part, parts = map(int, numbers)
@@ -274,6 +305,10 @@ class _Replays:
             fitting = max(1, cores // (ranks * threads))
         return self._options.slots or fitting
 
+    def submit(self, verified: VerifiedRun) -> None:
+        """Submit jobs that replay the stretches; what they record is added by a later command."""
+        verified["jobs"] = submit(self._run, self._options, [part.last for part in self._parts])
+
     def verify(self, verified: VerifiedRun) -> None:
         """Replay and compare the stretches. Raises KeyboardInterrupt after a stop signal."""
         began = time.monotonic()
@@ -337,7 +372,7 @@ class _Replays:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         folder = replay_folder(run.paths, run.experiment, self._snapshot, request)
         is_done = replay_on_ranks(folder, run.experiment, ranks, LocalLauncher(variables=variables), poll)
-        replayed = _replayed_stretches(folder, ranks)
+        replayed = replayed_stretches(folder, ranks)
         if is_done and not replayed:
             raise UsageError(
                 f"{run.name}: the hpc-train of its snapshot has no verify --replay; --code new replays with "
@@ -382,27 +417,24 @@ class _Replays:
         )
 
 
-def _replayed_stretches(folder: RunPaths, num_ranks: int) -> list[tuple[Lines, float]]:
-    """Return the lines of the stretches that all ranks have completed, and the seconds of rank 0."""
-    of_ranks = []
-    for rank in range(num_ranks):
-        try:
-            of_ranks.append(list(_split(replayed_lines(folder.replay(rank)))))
-        except HpcTrainError:  # the rank has failed before, which is reported
-            return []
-    stretches: list[tuple[Lines, float]] = []
-    for parts in zip(*of_ranks, strict=False):
-        lines = {of_step[0]["step"]: of_step for of_step in zip(*(lines for lines, _ in parts), strict=False)}
-        stretches.append((lines, parts[0][1]))
-    return stretches
+def verify_in_job(folder: str, part: str) -> ExitCode:
+    """Replay a part as a job of ``--submit``, and record the result in the run's folder."""
+    paths = RunPaths(Path(folder))
+    check_run(paths)
+    request = PartsRequest.read(paths)
+    if request is None:
+        raise UsageError(f"{folder}: has no request of `verify --submit`")
+    of_request = {"devices": request.devices, "tolerance": request.tolerance, "code": request.code}
+    options = VerifyOptions(runs=[folder], replays=True, **of_request)
+    run = ReplayedRun(paths, run_name(paths), is_new(request.code))
+    verified = _begun(paths, [])
+    _Replays(run, options, (int(part), request.parts)).verify(verified)
+    stretches, seconds = verified["stretches"], verified["seconds"] or 0.0
+    request.note(paths, int(part), {"stretches": stretches, "seconds": seconds})
+    put(*stretches_text(stretches, seconds, run.name))
+    differs = any(stretch["result"] in FAILURES for stretch in stretches)
+    return ExitCode.FAILED if differs else ExitCode.DONE
 
 
-def _split(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], float]]:
-    """Yield the lines of each completed stretch, and its seconds."""
-    stretch: list[Mapping[str, Any]] = []
-    for line in lines:
-        if "ended" in line:
-            yield stretch, line["seconds"]
-            stretch = []
-        else:
-            stretch.append(line)
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: verify_in_job(*sys.argv[2:])))

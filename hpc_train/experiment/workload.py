@@ -68,10 +68,7 @@ class Workload(Generic[J_contra]):
         return []
 
     def input_facts(self, job: J_contra) -> dict[str, Any]:
-        """Return the keys of ``run.json`` that identify the inputs: ``inputs``, ``init_from``.
-
-        Raises BadFileError if one is missing.
-        """
+        """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError if one is missing."""
         return {"inputs": {}, "init_from": None}
 
     def inputs_now(self, job: J_contra, recorded: object) -> Mapping[str, Mapping[str, str]]:

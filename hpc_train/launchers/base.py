@@ -19,7 +19,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Job
+    from hpc_train.experiment.config.schema import Experiment, Job
     from hpc_train.experiment.plan.devices import Device
 
 
@@ -204,10 +204,7 @@ class ClusterLauncher(Protocol):
     """Optional methods of a ``Launcher`` whose cluster ``doctor`` and ``init`` can examine."""
 
     def checks(self, request: CheckRequest) -> list[Finding]:
-        """Return the findings on the cluster's configuration.
-
-        Raises NoSchedulerError if the scheduler does not answer.
-        """
+        """Return the findings on the cluster's configuration. Raises NoSchedulerError without an answer."""
 
     def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
         """Run a small job on each of these nodes, or on one that the scheduler chooses, and return its
@@ -215,10 +212,7 @@ class ClusterLauncher(Protocol):
         """
 
     def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
-        """Return the section for a job in this queue, or the best one (None).
-
-        Raises NoSchedulerError, or UsageError if there is no such queue.
-        """
+        """Return the section for a job in this or the best queue. NoSchedulerError, UsageError."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +237,7 @@ class ForecastLauncher(Protocol):
     """
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
-        """Query when each job of these runs would start; nothing is submitted.
-
-        Raises NoSchedulerError if the scheduler does not answer.
-        """
+        """Return when each job of these runs would start. Raises NoSchedulerError without an answer."""
 
 
 @runtime_checkable
@@ -257,9 +248,37 @@ class UsesNodes(Protocol):
         """Use this number of nodes; None: all. Raises UsageError if there are too few, or none."""
 
     def slots(self, experiment: Job) -> list[dict[str, str]]:
-        """Return the variables of the command of each run that trains at the same time; none if the runs
-        follow each other.
+        """Return the variables of each run that trains at the same time; none if runs follow each other."""
+
+
+@dataclass(frozen=True)
+class JobArray:
+    """Jobs of a run, numbered from 1, each of which runs ``hpc_train.<module> --job RUN NUMBER``."""
+
+    run: RunPaths
+    experiment: Experiment
+    module: str
+    count: int
+    #: The ranks that a job starts on its node.
+    ranks: int
+    #: The start of PYTHONPATH.
+    search_path: Sequence[str]
+    #: The batch script and the jobs' output are written to it.
+    folder: Path
+
+
+@runtime_checkable
+class ArrayLauncher(Protocol):
+    """Optional methods of a ``Launcher`` that submits arrays of jobs for ``verify --submit``."""
+
+    def submit_array(self, array: JobArray) -> str:
+        """Return the id of the array's job.
+
+        Raises NoSchedulerError if the scheduler does not answer, BadFileError if it refuses.
         """
+
+    def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        """Return number → state of the array's jobs that have ended. Raises NoSchedulerError."""
 
 
 @dataclass(frozen=True)

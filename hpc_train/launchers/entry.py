@@ -83,7 +83,6 @@ class Entry:
 
 
 def _imported(paths: RunPaths) -> Any:
-    """Import and return the module of the run's workload."""
     facts = read_json(paths.run) or {}
     with _without_collecting():
         return importlib.import_module(_MODULES[facts.get("workload", "training")])

@@ -20,23 +20,14 @@ from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import current_status, effective_recovery, records
 from hpc_train.registry import refusing_exit
-from hpc_train.run import stage_order
+from hpc_train.run import run_status, stage_order
 from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import SILENT_LIMIT_S, lives, minutes, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.resource_limits import usable_cpus
-from hpc_train.run.run_status import (
-    GOING_ON,
-    INTERRUPTED,
-    STOPPED_BY_CTRL_C,
-    RunStatus,
-    mark_cancelled,
-    read_status,
-    write_cancelled,
-    write_status,
-)
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, read_status, write_status
 from hpc_train.run.trust import check_run
 
 if TYPE_CHECKING:
@@ -188,7 +179,7 @@ def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> RunStat
 
 def _reason(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, STOPPED_BY_CTRL_C
+        return INTERRUPTED, run_status.STOPPED_BY_CTRL_C
     return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
@@ -200,17 +191,16 @@ def _cancel(paths: RunPaths) -> bool:
     if record is not None and (elsewhere := _elsewhere(paths, record)):
         say(f"{run_name(paths)}: {elsewhere}")
         return False
-    mark_cancelled(paths)  # first, so that the launcher knows why its ranks end
+    run_status.mark_cancelled(paths)  # first, so that the launcher knows why its ranks end
     if record is not None and record.end is None:
         say(f"{run_name(paths)}: its ranks save a checkpoint and end")
         if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
             _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)
-    write_cancelled(paths)
+    run_status.write_cancelled(paths)
     return True
 
 
 def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
-    """Print who can end the attempt if this process can't."""
     if record.launcher not in {None, LOCAL}:
         return f"launcher {record.launcher} has it and can't be asked to end it; end it there"
     process = record.launcher_process

@@ -16,10 +16,10 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
 from hpc_train.launchers.base import LaunchRequest
-from hpc_train.launchers.gpus import count_gpus, mig_variables
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import count_gpus, mig_variables
 from hpc_train.recovery.history import step_for_budgets
 from hpc_train.run import checkpoints
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record, write_record
@@ -161,11 +161,8 @@ class _Follower:
             if time.monotonic() < self._lost_since + _CAUSE_GRACE_S:
                 return
         is_completed = _is_completed(self._request)
-        self._has_failed = any(
-            is_failure(rank.exit_code, is_completed)
-            for rank in self._ranks.ended
-            if rank.exit_code is not None
-        )
+        codes = [rank.exit_code for rank in self._ranks.ended if rank.exit_code is not None]
+        self._has_failed = any(is_failure(code, is_completed) for code in codes)
         if self._has_failed:
             self._ranks.terminate()
             self._deadline = time.monotonic() + _FAILURE_GRACE_S
@@ -223,11 +220,9 @@ def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses,
     if outcome.reason is not None:
         say_text(outcome.details)  # first, since the disk may be full for all else
         _write_end(request.paths, request.attempt, outcome)
-    ended = replace(
-        record.ended(ranks.exit_codes(), outcome.reason),
-        cause=outcome.cause,
-        saved_step=step_for_budgets(request.paths, request.attempt),
-    )
+    saved_step = step_for_budgets(request.paths, request.attempt)
+    ended = record.ended(ranks.exit_codes(), outcome.reason)
+    ended = replace(ended, cause=outcome.cause, saved_step=saved_step)
     write_record(request.paths.attempt(request.attempt), ended)
 
 
@@ -238,9 +233,8 @@ def _write_end(paths: RunPaths, attempt: int, outcome: Outcome) -> None:
     status = read_status(paths)
     # Ranks of a cancelled run no longer write status.json, but save before they end.
     step = max([status.step, *(saved.step for saved in checkpoints.committed(paths, attempt)[:1])])
-    write_status(
-        paths, replace(status, state=outcome.state, step=step, attempt=attempt, reason=outcome.reason)
-    )
+    ended = replace(status, state=outcome.state, step=step, attempt=attempt, reason=outcome.reason)
+    write_status(paths, ended)
 
 
 def _is_completed(request: LaunchRequest) -> bool:

@@ -66,10 +66,7 @@ class Machine:
 
 @contextmanager
 def check_folder(runs: Path) -> Iterator[Path]:
-    """Make a private folder in the folder of runs, for the files of this check.
-
-    It is removed at the end, and so is the folder of runs if it was not there.
-    """
+    """Make a private folder in the folder of runs; at the end remove it, and also the latter if it is new."""
     has_runs = runs.exists()
     folder = runs / f".doctor-{secrets.token_hex(6)}"
     folder.mkdir(mode=0o700, parents=True)

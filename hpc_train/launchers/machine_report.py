@@ -127,11 +127,7 @@ def _torch() -> "dict[str, Any]":
     command = [sys.executable, "-c", _TORCH]
     try:
         done = subprocess.run(  # noqa: UP022  (not before 3.7)
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=_TORCH_LIMIT_S,
-            check=False,
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=_TORCH_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return {"error": f"importing torch took longer than {_TORCH_LIMIT_S} s"}

@@ -10,17 +10,8 @@ from pathlib import Path
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
+from hpc_train.recovery import diagnosis
 from hpc_train.recovery.bad_nodes import abort_line
-from hpc_train.recovery.diagnosis import (
-    Diagnosis,
-    Evidence,
-    SilentEnd,
-    Stop,
-    diagnose,
-    exit_code_of_user_error,
-    first_cause,
-    stopped_by_signal,
-)
 from hpc_train.run import resource_limits
 from hpc_train.run.attempts import exit_codes
 from hpc_train.run.files import UnreadableFileError, read_text, tail_text
@@ -81,9 +72,9 @@ def judge(
         failed = []  # they lost a peer that was asked to stop
     stop = None
     if not failed and interrupted_by is not None:
-        stop = stopped_by_signal(interrupted_by)
+        stop = diagnosis.stopped_by_signal(interrupted_by)
     elif not failed and any(_code(rank) == ExitCode.TRY_AGAIN for rank in ended):
-        stop = Stop("interrupted")
+        stop = diagnosis.Stop("interrupted")
     is_whole = not failed and stop is None and len(ended) == num_ranks
     evidence = _evidence(
         attempt,
@@ -93,13 +84,13 @@ def judge(
         stop=stop,
         stayed_behind=None if failed or not ended else (ended[0].rank, num_ranks - len(ended)),
     )
-    diagnosis = diagnose(evidence)
-    if diagnosis.cause == "completed":
+    verdict = diagnosis.diagnose(evidence)
+    if verdict.cause == "completed":
         return Outcome(ExitCode.DONE)
-    details = _details(attempt, diagnosis, evidence)
-    exit_code = _exit_code(diagnosis, evidence, interrupted_by)
-    state = diagnosis.cause if diagnosis.cause in {CANCELLED, INTERRUPTED} else "failed"
-    return Outcome(exit_code, diagnosis.reason, details, state, diagnosis.cause)
+    details = _details(attempt, verdict, evidence)
+    exit_code = _exit_code(verdict, evidence, interrupted_by)
+    state = verdict.cause if verdict.cause in {CANCELLED, INTERRUPTED} else "failed"
+    return Outcome(exit_code, verdict.reason, details, state, verdict.cause)
 
 
 def _evidence(
@@ -108,9 +99,9 @@ def _evidence(
     *,
     is_completed: bool,
     is_cancelled: bool,
-    stop: Stop | None,
+    stop: diagnosis.Stop | None,
     stayed_behind: tuple[int, int] | None,
-) -> Evidence:
+) -> diagnosis.Evidence:
     ends = exit_codes(attempt)
     #: For a hung rank, which may be stopped, another rank has written the exit code and error.
     hung = [rank for rank in sorted(ends) if failed and ends[rank] == ExitCode.HUNG]
@@ -125,23 +116,25 @@ def _evidence(
     ]
     # Aborts, which a lost peer may have caused, come last.
     silent.sort(key=lambda end: end.signal == signal.SIGABRT)
-    return Evidence(
+    return diagnosis.Evidence(
         is_completed=is_completed,
         is_cancelled=is_cancelled,
         errors=errors,
         codes=ends | {rank.rank: _code(rank) for rank in failed},
         logs=logs,
         limits=resource_limits.current(),
-        silent=first_cause(silent, logs),
+        silent=diagnosis.first_cause(silent, logs),
         stop=stop,
         stayed_behind=stayed_behind,
         launch_end=f"rank {failed[0].rank}: exit code {_code(failed[0])}" if failed else None,
     )
 
 
-def _silent(rank: RankProcess) -> SilentEnd:
+def _silent(rank: RankProcess) -> diagnosis.SilentEnd:
     code = _code(rank)
-    return SilentEnd(str(rank.rank), signal=-code if code < 0 else None, exit_code=code if code > 0 else None)
+    return diagnosis.SilentEnd(
+        str(rank.rank), signal=-code if code < 0 else None, exit_code=code if code > 0 else None
+    )
 
 
 def _code(rank: RankProcess) -> int:
@@ -149,27 +142,27 @@ def _code(rank: RankProcess) -> int:
     return rank.exit_code
 
 
-def _exit_code(diagnosis: Diagnosis, evidence: Evidence, interrupted_by: int | None) -> ExitCode:
-    if diagnosis.cause == "user error":
-        return exit_code_of_user_error(diagnosis, evidence.codes)
-    if diagnosis.cause == INTERRUPTED and interrupted_by is not None:
+def _exit_code(
+    verdict: diagnosis.Diagnosis, evidence: diagnosis.Evidence, interrupted_by: int | None
+) -> ExitCode:
+    if verdict.cause == "user error":
+        return diagnosis.exit_code_of_user_error(verdict, evidence.codes)
+    if verdict.cause == INTERRUPTED and interrupted_by is not None:
         return ExitCode.INTERRUPTED
-    return ExitCode.TRY_AGAIN if diagnosis.cause in {CANCELLED, INTERRUPTED} else ExitCode.FAILED
+    return ExitCode.TRY_AGAIN if verdict.cause in {CANCELLED, INTERRUPTED} else ExitCode.FAILED
 
 
-def _details(attempt: AttemptPaths, diagnosis: Diagnosis, evidence: Evidence) -> str:
-    """Return the text to show: the error as it is if it is sufficient, else the user's frames or the end of
-    the log.
-    """
-    if diagnosis.cause in {CANCELLED, INTERRUPTED}:
-        return diagnosis.cause
-    if diagnosis.rank is None or diagnosis.cause == "diverged":
-        return diagnosis.reason or ""
-    error = evidence.errors.get(diagnosis.rank, "")
-    if diagnosis.cause == "user error" and error:
+def _details(attempt: AttemptPaths, verdict: diagnosis.Diagnosis, evidence: diagnosis.Evidence) -> str:
+    """Return the text to show: the error if it suffices, else the user's frames or the log's end."""
+    if verdict.cause in {CANCELLED, INTERRUPTED}:
+        return verdict.cause
+    if verdict.rank is None or verdict.cause == "diverged":
+        return verdict.reason or ""
+    error = evidence.errors.get(verdict.rank, "")
+    if verdict.cause == "user error" and error:
         return error
-    log = attempt.log(diagnosis.rank)
-    return f"{shortened_traceback(error, log) or log_tail(log)}\n{diagnosis.reason}".strip()
+    log = attempt.log(verdict.rank)
+    return f"{shortened_traceback(error, log) or log_tail(log)}\n{verdict.reason}".strip()
 
 
 def _read(path: Path) -> str:
@@ -185,9 +178,7 @@ def last_line(path: Path) -> str:
 
 
 def telling_line(path: Path) -> str:
-    """Return the line of a rank's log that explains its end: a reached limit, a device error, a lost peer, or
-    the last line.
-    """
+    """Return the line of a log that explains its end: a limit, a device error, a lost peer, the last one."""
     limit = resource_limits.reporting_line(log_tail(path))
     return limit or abort_line(tail_text(path, _FRAMES_BYTES)) or last_line(path)
 

@@ -125,15 +125,9 @@ def common_environment(
     environ: Mapping[str, str], paths: RunPaths, attempt: int, num_ranks: int
 ) -> dict[str, str]:
     """Return the environment common to all ranks; RANK and LOCAL_RANK are added."""
-    environment = {
-        name: value
-        for name, value in environ.items()
-        if name not in _STALE and not name.startswith(_STALE_PREFIXES)
-    }
-    threads = {
-        "OMP_NUM_THREADS": str(max(1, len(usable_cpus()) // num_ranks)),
-        THREADS_BY_SHARE: "1",
-    }
+    names = [name for name in environ if name not in _STALE and not name.startswith(_STALE_PREFIXES)]
+    environment = {name: environ[name] for name in names}
+    threads = {"OMP_NUM_THREADS": str(max(1, len(usable_cpus()) // num_ranks)), THREADS_BY_SHARE: "1"}
     defaults = {
         "TORCHINDUCTOR_CACHE_DIR": str(paths.cache / "inductor"),
         "TRITON_CACHE_DIR": str(paths.cache / "triton"),
@@ -190,9 +184,7 @@ def _start(
 
 
 def _die_with(launcher: int) -> Callable[[], None]:
-    """Return the function that a rank calls between fork and exec: it ends with the launcher and blocks
-    signals.
-    """
+    """Return a function for a rank between fork and exec: it ends with the launcher, signals blocked."""
     libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held forever
 
     def prepare() -> None:

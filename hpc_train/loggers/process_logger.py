@@ -1,9 +1,17 @@
-"""A logger whose rows a separate process sends, so that a tracker can't affect the run.
+"""A logger whose rows a separate process sends, so that a tracker can't affect the run; and that process.
 
 wandb replaces ``sys.exit`` and ``sys.excepthook``, waits for its server at exit and blocks for minutes
 without one. Importing MLflow takes seconds, and a server that does not answer blocks it. So only the process,
-``loggers.sending_process``, imports them. The next attempt sends the rows that an attempt could not send:
-``metrics.jsonl`` has every row, ``loggers.sending`` records the sent rows.
+``python -m hpc_train.loggers.process_logger``, imports them. The next attempt sends the rows that an attempt
+could not send: ``metrics.jsonl`` has every row, ``loggers.sending`` records the sent rows.
+
+The process reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the step
+up to which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (0 if the run has
+completed, 1 if the attempt has ended otherwise, null if the run continues).
+
+For an attempt it writes a line to stdout once it has started, reports the first failure and at the end the
+number of missing rows on stderr, and ends with its input, or at SIGALRM. For ``sync`` it answers by one JSON
+object on stdout: ``rows_sent``, ``target`` and ``notes``, or ``error``; it is killed once its input ends.
 """
 
 from __future__ import annotations
@@ -11,27 +19,28 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, Any
+from pathlib import Path
+from pkgutil import resolve_name
+from queue import SimpleQueue
+from typing import IO, Any, NoReturn, TextIO
 
 from hpc_train.console import one_line
 from hpc_train.experiment.config.schema import MlflowConfig, WandbConfig
+from hpc_train.loggers import tracker_environment
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
-from hpc_train.loggers.tracker_environment import (
-    Tracker,
-    base_url,
-    effective_mode,
-    in_a_line,
-    invalid_mode,
-    passed_on,
-)
+from hpc_train.loggers.sending import ORPHAN_LIMIT_S, BusyError, Mirror, check_version, in_a_line
 from hpc_train.package_path import with_package
+from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
+from hpc_train.run.metric_rows import unusable_lines
 from hpc_train.run.processes import exit_code, start_in_own_session
 
 #: How long ``close`` waits for the process to send the remaining rows.
@@ -70,6 +79,8 @@ class ProcessLogger:
         ``waits_for_start``: if true, ``close`` gives the process ``_START_LIMIT_S`` to start; for a target
         that needs no server, since the start of any other may wait for one.
         """
+        if line := tracker_environment.in_a_line(settings["to"], os.environ):
+            print(line, flush=True)  # the shell variables that the tracker uses or ignores
         self._settings = settings
         self._waits_for_start = waits_for_start
         self._has_warned = False
@@ -160,13 +171,12 @@ class WandbLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
-        if invalid := invalid_mode():
+        if invalid := tracker_environment.invalid_mode():
             problem = f"WANDB_MODE={invalid} is not a mode and is ignored"
             print(notice("wandb", problem), file=sys.stderr, flush=True)
         message = wandb_settings(context, settings)
         if message["mode"] == "disabled":
             raise LoggerOffError("turned off by WANDB_MODE or WANDB_DISABLED; `mode: online` overrides them")
-        print_environment("wandb")
         super().__init__(message, wandb_environment(), waits_for_start=message["mode"] == "offline")
 
     def log(self, row: Row) -> None:
@@ -180,8 +190,8 @@ def wandb_environment() -> dict[str, str]:
     It contains the server's address, since wandb ignores its settings file if a line is invalid, but not the
     mode, which is in the start message.
     """
-    address = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
-    passed = passed_on("wandb", os.environ)
+    address = {"WANDB_BASE_URL": url} if (url := tracker_environment.base_url()) else {}
+    passed = tracker_environment.passed_on("wandb", os.environ)
     return {name: passed[name] for name in passed.keys() - {"WANDB_MODE", "WANDB_DISABLED"}} | address
 
 
@@ -189,7 +199,7 @@ def wandb_settings(context: LoggerContext, settings: WandbConfig) -> dict[str, A
     """Return the settings for the process; the API key is only in its environment."""
     return {
         "to": "wandb",
-        "mode": effective_mode(settings.mode),
+        "mode": tracker_environment.effective_mode(settings.mode),
         "run_id": context.run_id,
         "folder": str(context.paths.folder.absolute()),
         "init": {
@@ -210,9 +220,7 @@ class MlflowLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.mlflow
         assert settings is not None, "the mlflow logger needs logging.mlflow"
-        message = mlflow_settings(context, settings)
-        print_environment("mlflow")
-        super().__init__(message, mlflow_environment())
+        super().__init__(mlflow_settings(context, settings), mlflow_environment())
 
     def log(self, row: Row) -> None:
         """Do nothing: MLflow can't withdraw a row that is not final."""
@@ -220,7 +228,7 @@ class MlflowLogger(ProcessLogger):
 
 def mlflow_environment() -> dict[str, str]:
     """Return the environment of a process that talks to MLflow."""
-    return MLFLOW_DEFAULTS | passed_on("mlflow", os.environ)
+    return MLFLOW_DEFAULTS | tracker_environment.passed_on("mlflow", os.environ)
 
 
 def mlflow_settings(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
@@ -240,7 +248,7 @@ def mlflow_settings(context: LoggerContext, settings: MlflowConfig) -> dict[str,
 def start_process(environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[bytes]:
     """Start the process that sends rows, with pipes for its input and output."""
     return start_in_own_session(  # Ctrl-C and a launcher's signals are handled by the rank
-        [sys.executable, "-P", "-m", "hpc_train.loggers.sending_process"],
+        [sys.executable, "-P", "-m", "hpc_train.loggers.process_logger"],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -261,12 +269,6 @@ def _is_ready(pipe: IO[bytes] | None, event: int, deadline: float) -> bool:
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
-def print_environment(tracker: Tracker) -> None:
-    """Print the shell variables that the tracker uses or ignores, if there are any."""
-    if line := in_a_line(tracker, os.environ):
-        print(line, flush=True)
-
-
 def notice(name: str, problem: str) -> str:
     """Return the line that reports a failure after which the attempt may still send all rows."""
     return one_line(redacted(f"{name}: {problem}; the run continues, and metrics.jsonl has every row"))
@@ -275,3 +277,139 @@ def notice(name: str, problem: str) -> str:
 def warning(name: str, problem: str, run_id: str) -> str:
     """Return the line that reports why an attempt's rows were not sent, with the command that sends them."""
     return redacted(f"{notice(name, problem)}, which this sends: hpc-train sync {run_id}")
+
+
+_MIRRORS = {
+    "wandb": "hpc_train.loggers.wandb:WandbMirror",
+    "mlflow": "hpc_train.loggers.mlflow:MlflowMirror",
+    "tensorboard": "hpc_train.loggers.tensorboard:EventFilesMirror",
+}
+_BUSY = "another process sends the run's rows: another sync, or an attempt that trains and sends them itself"
+#: Lines of the file that are named.
+_MAX_NOTES = 10
+
+
+class _Input(threading.Thread):
+    """Reads stdin, so that the newest step is known while the mirror waits. None ends ``news``."""
+
+    def __init__(self, *, is_sync: bool = False) -> None:
+        super().__init__(daemon=True)
+        self.news: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self.committed_step = -1
+        self._is_sync = is_sync
+
+    def run(self) -> None:
+        with suppress(ValueError):  # the rank was killed while it wrote a line
+            for line in sys.stdin:
+                news = json.loads(line)
+                self.committed_step = news.get("committed", self.committed_step)
+                self.news.put(news)
+        if self._is_sync:  # the command has ended; the tracker's client ends with this process
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+        self.news.put(None)
+
+
+def main() -> NoReturn:
+    """Send the rows that stdin requests.
+
+    stdout and stderr are redirected to /dev/null for the tracker's client; the process exits without its
+    exit handlers, which would wait for unsent data.
+    """
+    output, errors = (os.fdopen(os.dup(number), "w", encoding="utf-8") for number in (1, 2))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    settings = json.loads(next(sys.stdin))
+    if settings.get("is_sync"):
+        print(json.dumps(_sync(settings)), file=output, flush=True)
+        os._exit(0)
+    _mirror_attempt(settings, output, errors)
+
+
+def _mirror_attempt(settings: dict[str, Any], output: TextIO, errors: TextIO) -> NoReturn:
+    # A job's signals reach all of its processes; this one ends with its input.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def report(problem: str) -> None:
+        print(notice(settings["to"], problem), file=errors, flush=True)
+
+    def end(problem: str | None = None) -> NoReturn:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one report is enough
+        if (missing := mirror.missing(read.committed_step, problem)) is not None:
+            print(warning(settings["to"], missing, settings["run_id"]), file=errors, flush=True)
+        elif problem is not None:
+            mirror.report_once(problem)
+        os._exit(0)
+
+    mirror: Mirror = resolve_name(_MIRRORS[settings["to"]])(settings, report)
+    read = _Input()
+    read.start()
+    signal.signal(signal.SIGALRM, lambda *_: end("it did not answer in time"))
+    try:
+        check_version(settings["to"])
+        mirror.begin()
+        with suppress(OSError):  # the rank was killed
+            print("started", file=output, flush=True)
+        _send(mirror, read.news)
+    except Exception as error:
+        end(in_a_line(error))
+    end()
+
+
+def _send(mirror: Mirror, news: SimpleQueue[dict[str, Any] | None]) -> None:
+    while (changes := news.get()) and "end" not in changes:
+        _apply(mirror, changes)
+    if changes is None:  # the rank was killed
+        signal.alarm(ORPHAN_LIMIT_S)
+        mirror.finish(None)
+    else:
+        _apply(mirror, changes)
+        mirror.finish(changes["end"])
+
+
+def _apply(mirror: Mirror, changes: dict[str, Any]) -> None:
+    if "committed" in changes:
+        mirror.send(changes["committed"])
+    if "newest" in changes:
+        mirror.show(changes["newest"])
+
+
+def _sync(settings: dict[str, Any]) -> dict[str, Any]:
+    read = _Input(is_sync=True)
+    read.start()
+    notes: list[str] = []
+    try:
+        check_version(settings["to"])
+        mirror: Mirror = resolve_name(_MIRRORS[settings["to"]])(settings, notes.append)
+        mirror.begin()
+        _send(mirror, read.news)
+        if (problem := mirror.missing(read.committed_step)) is not None:
+            return {"error": problem}
+        notes += _unsent(settings, read.committed_step)
+        return {"rows_sent": mirror.num_sent, "target": mirror.target, "notes": notes}
+    except BusyError:
+        settings.pop("scratch", None)  # the files belong to the process that has the lock
+        return {"error": _BUSY}
+    except ModuleNotFoundError as error:
+        return {"error": f"{error.name} is not installed; type pip install 'hpc-train[{settings['to']}]'"}
+    except Exception as error:  # any error of clients, servers or disks
+        return {"error": in_a_line(error)}
+    finally:
+        if "scratch" in settings:
+            shutil.rmtree(settings["scratch"], ignore_errors=True)
+
+
+def _unsent(settings: dict[str, Any], step: int) -> list[str]:
+    """Return a line per line of ``metrics.jsonl`` that could not be sent, and how many more there are."""
+    metrics = RunPaths(Path(settings["folder"])).metrics
+    lines = [
+        f"{metrics.name}: line {number} {problem} and is not sent"
+        for number, problem in unusable_lines(metrics, step, needs_time=settings["to"] != "wandb")
+    ]
+    more = [f"{metrics.name}: {len(lines) - _MAX_NOTES} more lines are not sent"]
+    return lines if len(lines) <= _MAX_NOTES else lines[:_MAX_NOTES] + more
+
+
+if __name__ == "__main__":
+    main()

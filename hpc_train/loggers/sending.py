@@ -168,8 +168,11 @@ class SentRows:
         self._record = record
         records = [sent for path in (record, *others) if (sent := Sent.read(path)) is not None]
         self._sent = max(records, key=lambda sent: (sent.segment, sent.rows), default=None)
-        self._segment = 1 if self._sent is None else self._sent.segment
-        self._rows = self._end = 0
+        #: Number of the tracker's run that receives the rows.
+        self.segment = 1 if self._sent is None else self._sent.segment
+        #: Number of rows, from the first one on, that were skipped or yielded.
+        self.num_read = 0
+        self._end = 0
         if self.has_withdrawn():
             self.begin_segment()
 
@@ -179,19 +182,9 @@ class SentRows:
         return 0 if self._sent is None else self._sent.rows
 
     @property
-    def num_read(self) -> int:
-        """Number of rows, from the first one on, that were skipped or yielded."""
-        return self._rows
-
-    @property
-    def segment(self) -> int:
-        """Number of the tracker's run that receives the rows."""
-        return self._segment
-
-    @property
     def suffix(self) -> str:
         """The suffix of that run's id and name."""
-        return "" if self._segment == 1 else f"-{self._segment}"
+        return "" if self.segment == 1 else f"-{self.segment}"
 
     def has_withdrawn(self) -> bool:
         """Return True if rows that the tracker may have are no longer in the file."""
@@ -207,9 +200,9 @@ class SentRows:
 
     def begin_segment(self) -> None:
         """Switch to another run of the tracker, which receives the file from its first row."""
-        self._segment += 1
+        self.segment += 1
         self._sent = None
-        self._rows = self._end = 0
+        self.num_read = self._end = 0
 
     def skip(self, count: int) -> bool:
         """Continue after the first ``count`` rows; False if they can't be rows that were sent."""
@@ -223,10 +216,10 @@ class SentRows:
         """Yield (number, row) of the rows up to ``step`` that were not yielded yet, in batches that are
         recorded together.
         """
-        number = self._rows
+        number = self.num_read
         while batch := list(islice(self._read(step), _BATCH_ROWS)):
-            if self._sent is None or self._rows > self._sent.rows:
-                self._sent = Sent(self._segment, self._rows, self._end, batch[-1][0].decode())
+            if self._sent is None or self.num_read > self._sent.rows:
+                self._sent = Sent(self.segment, self.num_read, self._end, batch[-1][0].decode())
                 self._sent.write(self._record)
             yield [(number + index, row) for index, (_, row) in enumerate(batch)]
             number += len(batch)
@@ -245,7 +238,7 @@ class SentRows:
                     return
                 self._end += len(line)
                 if row is not None:
-                    self._rows += 1
+                    self.num_read += 1
                     yield line, row
 
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
+from typing_extensions import override
 
 from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.loggers.sending import BusyError, Mirror, locked
@@ -28,39 +29,6 @@ from hpc_train.run.metric_rows import iter_rows, numbers, time_of
 _MAX_QUEUE = 100_000
 #: The first bytes of a PNG file, before width and height.
 _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-
-
-class TensorboardLogger:
-    """Shows the rows while the run trains, including rows that may still be withdrawn."""
-
-    def __init__(self, context: LoggerContext) -> None:
-        self._files = EventFiles(context.paths, context.paths.tensorboard)
-        self._lock: IO[bytes] | None = None
-        with suppress(BusyError):  # `sync` writes rows that are final, and is about to end
-            self._lock = locked(context.paths.tensorboard_lock, limit_s=0, must=True)
-
-    def log(self, row: Row) -> None:
-        """Write a row; a background thread does it."""
-        self._files.add(row)
-
-    def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
-        """Write the images of an evaluation."""
-        self._files.add_images(row, images)
-
-    def rows_withdrawn(self, after_step: int) -> None:
-        """Continue in another event file, which drops the rows past ``after_step``."""
-        self._files.withdraw(after_step)
-
-    def rows_committed(self, up_to_step: int) -> None:
-        """Put the rows up to ``up_to_step`` into the file system. The first call begins the event file."""
-        self._files.begin()
-        self._files.complete(up_to_step)
-
-    def close(self, state: str) -> None:
-        """Write the waiting rows, and close the event file."""
-        self._files.close()
-        if self._lock is not None:
-            self._lock.close()
 
 
 class EventFiles:
@@ -78,14 +46,14 @@ class EventFiles:
         #: All rows up to this step are complete; -1 without rows.
         self.complete_step = step if type(step) is int and has_files else -1
 
-    def add(self, row: Row) -> None:
+    def log(self, row: Row) -> None:
         """Write a row; a background thread does it. One without a time, of a damaged file, is skipped."""
         assert self._writer is not None, "begin comes first"
         if (time_s := time_of(row)) is not None:
             for name, value in numbers(row).items():
                 self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"], time_s)
 
-    def add_images(self, row: Row, images: Mapping[str, Path]) -> None:
+    def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
         """Write the images of an evaluation as ``val/<name>``, without decoding them."""
         assert self._writer is not None, "begin comes first"
         events: Any = self._writer.file_writer  # opened by the constructor
@@ -98,10 +66,10 @@ class EventFiles:
             summary = Summary(value=[Summary.Value(tag=f"{row['split']}/{name}", image=image)])
             events.add_summary(summary, row["step"], row["time"])
 
-    def withdraw(self, after_step: int) -> None:
+    def rows_withdrawn(self, after_step: int) -> None:
         """Close the event file; the next one drops the rows past ``after_step``."""
         self.complete_step = min(self.complete_step, after_step)
-        self.close()
+        EventFiles.close(self)  # a logger keeps its lock
 
     def begin(self, last_step: int | None = None) -> int:
         """Begin an event file, unless one is open, and write the rows that earlier files may lack to it.
@@ -116,10 +84,10 @@ class EventFiles:
         num_rows = 0
         for row in iter_rows(self._paths.metrics):
             if row["step"] > self.complete_step and (last_step is None or row["step"] <= last_step):
-                self.add(row)
+                self.log(row)
                 num_rows += time_of(row) is not None
                 if row["split"] == "val" and time_of(row) is not None:
-                    self.add_images(row, self._paths.evaluation_images(row["step"]))
+                    self.log_images(row, self._paths.evaluation_images(row["step"]))
         return num_rows
 
     def complete(self, step: int) -> None:
@@ -129,11 +97,32 @@ class EventFiles:
         self.complete_step = max(self.complete_step, step)
         write_json(self._record, {"version": 1, "step": self.complete_step})
 
-    def close(self) -> None:
+    def close(self, state: str = "") -> None:
         """Write the waiting rows, and close the event file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+class TensorboardLogger(EventFiles):
+    """Shows the rows while the run trains, including rows that may still be withdrawn."""
+
+    def __init__(self, context: LoggerContext) -> None:
+        super().__init__(context.paths, context.paths.tensorboard)
+        self._lock: IO[bytes] | None = None
+        with suppress(BusyError):  # `sync` writes rows that are final, and is about to end
+            self._lock = locked(context.paths.tensorboard_lock, limit_s=0, must=True)
+
+    def rows_committed(self, up_to_step: int) -> None:
+        """Put the rows up to ``up_to_step`` into the file system. The first call begins the event file."""
+        self.begin()
+        self.complete(up_to_step)
+
+    @override
+    def close(self, state: str = "") -> None:
+        super().close(state)
+        if self._lock is not None:
+            self._lock.close()
 
 
 class EventFilesMirror(Mirror):
@@ -147,7 +136,7 @@ class EventFilesMirror(Mirror):
         self._files = EventFiles(self._paths, folder)
         self.target = str(folder)
         if self._settings["withdraw_to"] is not None:
-            self._files.withdraw(self._settings["withdraw_to"])
+            self._files.rows_withdrawn(self._settings["withdraw_to"])
 
     def send(self, committed_step: int) -> None:
         """Write the rows up to this step that the files lack."""

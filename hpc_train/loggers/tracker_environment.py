@@ -241,10 +241,7 @@ def _settings() -> dict[str, str]:
 
 
 def effective_mode(mode: str) -> str:
-    """Return ``logging.wandb.mode``, or for ``auto`` the mode that the environment selects.
-
-    ``disabled`` if the environment turns wandb off, and ``online`` if there is a key.
-    """
+    """Return ``logging.wandb.mode``; for ``auto`` that of the environment, else ``online`` with a key."""
     if mode != "auto":
         return mode
     return _mode_of_environment() or ("online" if has_key() else "offline")

@@ -154,11 +154,9 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, text: str
 def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
     """Return the remaining limits after one job's attempts."""
     most = recovery.max_preemptions
-    return Left(
-        max(0, recovery.max_crashes - num_crashes(records)),
-        None if most is None else max(0, most - num_preemptions(records)),
-        max(0, recovery.max_without_progress - num_idle(records)),
-    )
+    preemptions = None if most is None else max(0, most - num_preemptions(records))
+    idle = max(0, recovery.max_without_progress - num_idle(records))
+    return Left(max(0, recovery.max_crashes - num_crashes(records)), preemptions, idle)
 
 
 def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: float) -> float:

@@ -2,7 +2,7 @@
 
 A launcher converts the reports of its processes or its scheduler into ``Evidence`` and calls ``diagnose``. If
 the launcher could not, the attempt is diagnosed later: with ``diagnose_lost`` by the next attempt and by
-``status``, with ``diagnose_job`` from the scheduler's report of the job.
+``status``, or from the scheduler's report of the job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from hpc_train.errors import ExitCode, printable, shortened
 from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, UNEQUAL, is_device_error, lost_a_peer
@@ -300,60 +299,34 @@ def stopped_by_signal(number: int) -> Stop:
     return Stop("interrupted", by if number == signal.SIGINT else signal_name(number))
 
 
-@dataclass(frozen=True)
-class LostAttempt:
-    """The known facts about an attempt whose launcher ended before it could write the end."""
+def diagnose_lost(
+    step: int,
+    stop: Stop | None = None,
+    *,
+    has_stopped: bool = False,
+    is_requeued: bool = True,
+    bad_nodes: Mapping[str, str] | None = None,
+) -> Diagnosis:
+    """Return the diagnosis of an attempt whose launcher ended before it could write the end.
 
-    step: int
-    #: The request to stop, if there was one.
-    stop: Stop | None = None
-    #: Whether the ranks saved a checkpoint and left.
-    has_stopped: bool = False
-    #: Whether the scheduler started the job again; otherwise the reason of the next attempt is unknown.
-    is_requeued: bool = True
-    dead_nodes: Sequence[str] = ()
-    #: Nodes that a rank reported, with the reason.
-    unfit_nodes: Mapping[str, str] = field(default_factory=dict)
-
-
-def diagnose_lost(attempt: LostAttempt) -> Diagnosis:
-    """Return the diagnosis of an attempt whose launcher could not write its end."""
-    if attempt.stop is not None and (attempt.has_stopped or attempt.stop == BY_HAND):
-        return _diagnosis(attempt.stop.cause, stop_reason(attempt.stop, attempt.step))
-    cause = "lost" if attempt.is_requeued else "crash"
-    blamed = dict.fromkeys(attempt.dead_nodes, DIED) | dict(attempt.unfit_nodes)
-    died = [node for node, how in blamed.items() if how == DIED]
-    if died:
+    ``has_stopped``: the ranks saved a checkpoint and left; ``is_requeued``: the scheduler started the job
+    again, otherwise the reason of the next attempt is unknown.
+    """
+    if stop is not None and (has_stopped or stop == BY_HAND):
+        return _diagnosis(stop.cause, stop_reason(stop, step))
+    if died := [node for node, how in (bad_nodes or {}).items() if how == DIED]:
         description = f"{'node' if len(died) == 1 else 'nodes'} {', '.join(died)} died"
-    elif attempt.has_stopped:
+    elif has_stopped:
         description = "preempted, or requeued by hand,"
     else:
         description = "ended without a word"
-    return _diagnosis(cause, f"{description} at step {attempt.step}", bad_nodes=blamed)
+    cause = "lost" if is_requeued else "crash"
+    return _diagnosis(cause, f"{description} at step {step}", bad_nodes=bad_nodes)
 
 
 def silent_for(node: str, seconds: float) -> str:
     """Return the reason for a node, or a launcher's machine, that no longer writes anything."""
     return f"no sign of life from {node} for {minutes(seconds)}"
-
-
-class JobEnd(Enum):
-    """The end of a job according to its scheduler: cause and text of the reason; ``{}``: the scheduler."""
-
-    TIME_LIMIT = ("time limit", "time limit reached before a save was done")
-    SAVED_TOO_LATE = ("time limit", "time limit reached: its ranks saved, but too late to be requeued")
-    DEADLINE = ("time limit", "the job's deadline has passed")
-    PREEMPTED = ("preemption", "preempted, and this site does not requeue what it preempts")
-    OUT_OF_MEMORY = ("crash", "out of memory")
-    NODE_FAILED = ("lost", "a node failed, and {} did not requeue the job")
-    NODE_NOT_STARTED = ("lost", "a node did not start")
-    FORGOTTEN = ("lost", "the job is gone, and {} has forgotten how it ended")
-
-
-def diagnose_job(job: str, end: JobEnd, scheduler: str, remedy: str | None = None) -> Diagnosis:
-    """Return the diagnosis of an attempt from its scheduler's report of the job."""
-    cause, text = end.value
-    return _diagnosis(cause, "; ".join(filter(None, (f"job {job}: {text.format(scheduler)}", remedy))))
 
 
 def diagnose_unexplained_job(

@@ -12,14 +12,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes
 from hpc_train.recovery.budgets import Limits, ResolvedLimits
-from hpc_train.recovery.diagnosis import (
-    LAUNCHER_DIED,
-    Diagnosis,
-    LostAttempt,
-    Stop,
-    diagnose_lost,
-    silent_for,
-)
+from hpc_train.recovery.diagnosis import LAUNCHER_DIED, Diagnosis, Stop, diagnose_lost, silent_for
 from hpc_train.run.attempts import AttemptRecord, exit_codes, newest_number, now, rank_ends, read_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
@@ -81,7 +74,7 @@ def diagnose_record(
     ``stop``: the request to stop; ``dead_nodes``: its nodes that died according to the scheduler.
     """
     attempt = paths.attempt(record.attempt)
-    unfit = {}
+    unfit = dict.fromkeys(dead_nodes, bad_nodes.DIED)
     for rank, end in rank_ends(attempt).items():
         if end.node is not None and end.code == ExitCode.BAD_NODE:
             unfit[end.node] = bad_nodes.FAILED_CHECK
@@ -90,7 +83,7 @@ def diagnose_record(
         elif end.node is not None and end.code == ExitCode.HUNG:
             unfit[end.node] = f"rank {rank} hung"
     has_stopped = "saved" in record.events or exit_codes(attempt).get(0) == ExitCode.TRY_AGAIN
-    return diagnose_lost(LostAttempt(step, stop, has_stopped, is_requeued, dead_nodes, unfit))
+    return diagnose_lost(step, stop, has_stopped=has_stopped, is_requeued=is_requeued, bad_nodes=unfit)
 
 
 def ended_unseen(paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis) -> AttemptRecord:

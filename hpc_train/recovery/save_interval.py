@@ -28,12 +28,10 @@ class SaveInterval:
     """The interval and the measurements that it follows from."""
 
     every_s: float = _DEFAULT_S
-    #: Saves of the attempt, and the mean time that training waited for a save of the run (C); None before the
-    #: first.
+    #: Saves of the attempt, and the mean time that training waited for a save of the run (C), or None.
     saves: int = 0
     stall_s: float | None = None
-    #: Interruptions of the run that lost work, and the mean training time between them (M); None before the
-    #: first.
+    #: Interruptions of the run that lost work, and the mean training time between them (M), or None.
     interruptions: int = 0
     mtbf_s: float | None = None
 

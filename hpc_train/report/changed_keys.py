@@ -70,6 +70,11 @@ def _differ(values: Sequence[Any]) -> bool:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Return the shortest suffix of each dotted key that identifies it uniquely; never ``name`` alone."""
+    return _short_names(tuple(keys))
+
+
+@lru_cache  # the runs of a sweep have the same keys
+def _short_names(keys: tuple[str, ...]) -> dict[str, str]:
     return {key: _short_name(key, keys) for key in keys}
 
 
@@ -82,15 +87,9 @@ def _short_name(key: str, keys: Sequence[str]) -> str:
     return key
 
 
-@lru_cache
-def _short_names(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return ``short_names``, cached: the runs of a sweep have the same keys."""
-    return short_names(keys)
-
-
 def in_words(values: Mapping[str, Any]) -> str:
     """Return ``lr=0.1 seed=2``."""
-    names = _short_names(tuple(values))
+    names = short_names(list(values))
     return " ".join(f"{names[key]}={value_text(value)}" for key, value in values.items())
 
 

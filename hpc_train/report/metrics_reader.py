@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_train.run.best import PREFERRED, default_metric, goal_of
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
-from hpc_train.run.metric_rows import POSITION, parse_row
+from hpc_train.run.metric_rows import POSITION, finite, parse_row
 from hpc_train.run.metric_rows import Row as Row
 from hpc_train.run.run_status import RunStatus
 
@@ -45,12 +45,8 @@ class MetricsReader:
         self._tail_bytes = tail_bytes
         self._part = part
         self._offset = 0
-        self._inode = 0
-
-    @property
-    def inode(self) -> int:
-        """The file that was read last, 0 before the first: another file is read from the start."""
-        return self._inode
+        #: Of the file that was read last, 0 before the first: another file is read from the start.
+        self.inode = 0
 
     def new_rows(self) -> Iterator[Row]:
         """Yield the complete rows added since the last call; none if there is no file yet."""
@@ -64,10 +60,10 @@ class MetricsReader:
             return
         with file:
             seen = os.fstat(file.fileno())
-            if seen.st_ino != self._inode:  # a resume drops rows after its step: a new file of the same name
+            if seen.st_ino != self.inode:  # a resume drops rows after its step: a new file of the same name
                 skipped = 0 if self._tail_bytes is None else max(0, seen.st_size - self._tail_bytes)
                 # The rest of the line at that offset is not valid JSON, or is that line.
-                self._inode, self._offset = seen.st_ino, skipped
+                self.inode, self._offset = seen.st_ino, skipped
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):  # still being written
@@ -255,8 +251,7 @@ def last_metric(rows: Sequence[Row], decisive: str | None = None) -> dict[str, A
         name = decisive if decisive in row else main_metric(row)
         value = metric_value(row, name or "")
         assert value is not None
-        shown = value if math.isfinite(value) else None
-        return {"split": row.get("split"), "name": name, "value": shown, "step": row.get("step")}
+        return {"split": row.get("split"), "name": name, "value": finite(value), "step": row.get("step")}
     return None
 
 
@@ -294,12 +289,9 @@ class Metric:
 class Point:
     """A metric's value after a step."""
 
+    #: Null if it is NaN or infinite.
     value: float
     step: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return ``last`` or ``best`` of a run in ``compare --json``; a value that is not finite is None."""
-        return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
 
 
 def decisive_metric(statuses: Iterable[RunStatus]) -> Metric | None:

@@ -7,7 +7,6 @@ samples, inputs, each micro-batch's forward, loss and backward, the gradients, t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, TypedDict, cast
@@ -15,6 +14,7 @@ from typing import Any, TypedDict, cast
 from hpc_train.errors import listed
 from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.run.digests import StepDigest, module_of
+from hpc_train.run.metric_rows import finite
 
 #: Step → its line by rank.
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -45,7 +45,7 @@ class Place(TypedDict):
     #: Names of the tensors that differ, at most 100, and their number.
     tensors: list[str]
     num_tensors: int
-    #: The number of tensors that were compared.
+    #: The number of tensors that were compared; before a ``loss``, of values of modules.
     num_compared: int
     #: Null: on all ranks.
     rank: int | None
@@ -57,21 +57,9 @@ class Place(TypedDict):
 
 def place(step: int, where: str, **facts: Any) -> Place:
     """Return the place with the given facts; the others are unknown."""
-    unknown = Place(
-        step=step,
-        where=where,
-        run=None,
-        micro_batch=None,
-        module=None,
-        tensor=None,
-        tensors=[],
-        num_tensors=0,
-        num_compared=0,
-        rank=None,
-        nodes=[],
-        values=[],
-    )
-    return cast("Place", {**unknown, **facts})
+    unknown = dict.fromkeys(Place.__annotations__) | {"tensors": [], "nodes": [], "values": []}
+    counts = {"num_tensors": 0, "num_compared": 0}
+    return cast("Place", {**unknown, **counts, "step": step, "where": where, **facts})
 
 
 def step_digest(line: Mapping[str, Any], key: str = "digest") -> StepDigest | None:
@@ -128,10 +116,7 @@ def tensor_places(
     key: str = "tensors",
     order: Callable[[Sequence[str]], Any] = iter,
 ) -> Iterator[Place]:
-    """Yield the place of the tensors that differ, if there are any and both have digests of them.
-
-    ``order``: of the tensors' names, which are in the order of the model.
-    """
+    """Yield the place of tensors that differ, if both have digests; ``order``: of the tensors' names."""
     pairs = [(one.get(key), other.get(key)) for one, other in zip(ones, others, strict=False)]
     compared: dict[str, list[int]] = {}
     for rank, (one, other) in enumerate(pairs):
@@ -194,14 +179,19 @@ def _micro_batches(
                 samples = [one.data["samples"], other.data["samples"]]
                 yield place(step, part, micro_batch=number, rank=other.rank, values=samples)
     for number, one, other in pairs:
-        for event, now in zip_longest(one.events, other.events):
+        # A compiled model and a pipeline have no values of modules.
+        num_values = min(len(one.events), len(other.events)) - 1
+        events = [
+            [event for event in batch.events if num_values or event[0] == "loss"] for batch in (one, other)
+        ]
+        for event, now in zip_longest(*events):
             if event != now:
                 kind, module, _ = now or event
                 values = [one.data["loss"], other.data["loss"]] if kind == "loss" else []
                 where = {"input": "before", "output": "forward"}.get(kind, kind)
-                yield place(
-                    step, where, micro_batch=number, module=module, rank=other.rank, values=_finite(values)
-                )
+                facts = {"micro_batch": number, "module": module, "rank": other.rank}
+                compared = num_values if kind == "loss" else 0
+                yield place(step, where, **facts, values=finite(values), num_compared=compared)
                 break
 
 
@@ -214,18 +204,13 @@ def _numbers(step: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
         for name in first.differences(second):
             if name != "samples":
                 values = [getattr(digest, name) for digest in (first, second)]
-                yield place(step, name, values=_finite(values))
+                yield place(step, name, values=finite(values))
 
 
 def step_numbers(digest: StepDigest) -> StepNumbers:
     """Return the numbers of a digest for JSON."""
-    loss, norm = _finite([digest.loss, digest.grad_norm])
+    loss, norm = finite([digest.loss, digest.grad_norm])
     return StepNumbers(samples=f"{digest.samples:016x}", loss=loss, grad_norm=norm)
-
-
-def _finite(values: Sequence[float | None]) -> list[float | None]:
-    """Return the values for JSON: None for NaN and infinity."""
-    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 def common_steps(
@@ -283,6 +268,11 @@ def _difference(where: Place) -> str:
         "part": f"the {tensor} in {name} after the step; its replay has others",
         "record": f"the numbers of {name} are not those of the replay; no checkpoint shows the tensor",
     }
+    if where["where"] == "loss" and where["micro_batch"] is not None and not where["num_compared"]:
+        return (
+            f"the loss, {one!r} and {other!r}; samples, inputs and targets are the same. Values of modules "
+            "are not compared: a run is compiled, or a pipeline"
+        )
     if where["where"] == "before" and not where["module"]:
         return "the inputs of the model after normalization and mixing; those of the data are the same"
     return texts[where["where"]]

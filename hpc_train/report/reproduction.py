@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from hpc_train.console import columns, say
 from hpc_train.errors import BadFileError, counted, listed
 from hpc_train.paths import CheckpointPaths
-from hpc_train.report.parted_steps import (
-    MAX_NAMES,
-    Lines,
-    Place,
-    labels,
-    place,
-    place_text,
-    step_digest,
-    tensor_places,
-)
+from hpc_train.report import parted_steps
+from hpc_train.report.parted_steps import MAX_NAMES, Lines, Place, place, step_digest
 from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.digests import PartDigest, module_of, part_digests, part_id, shard_digests
@@ -89,16 +81,7 @@ def reproduction(
 
     ``checkpoints`` and ``parts``: of the run. The replay has digests of the tensors at their steps.
     """
-    places: list[Place] = []
-    answer = _begun(run, lines, begin)
-    for step, of_ranks in lines.items():
-        computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
-        if computed is not None and recorded is not None:
-            if differs := recorded.differences(computed):
-                answer["first_difference"], answer["differs"] = step, differs
-                places.append(place(step, "record"))
-                break
-            answer["compared"] += 1
+    answer, places, _ = _steps_compared(run, lines, begin, -1.0)
     for step, checkpoint in checkpoints.items():
         compared = _against_checkpoint(lines[step], checkpoint) if begin < step in lines else None
         if compared is not None and compared["num_tensors"]:
@@ -124,8 +107,30 @@ def near(
 
     Of the loss, the gradients' norm, and the norm of all weights at a checkpoint; samples must be the same.
     """
+    answer, places, largest = _steps_compared(run, lines, begin, tolerance)
+    for step in (step for step in checkpoints if begin < step in lines and "distances" in lines[step][0]):
+        distance, tensor = _distance([line["distances"] for line in lines[step]])
+        largest = max(largest, distance)
+        if distance > tolerance:
+            answer["other_checkpoint"] = step
+            module = module_of(tensor)
+            places.append(place(step, "checkpoint", module=module, tensor=tensor, num_compared=1))
+            break
+        answer["equal_checkpoints"].append(step)
+    return answer, _first_of(places, answer), largest
+
+
+def _steps_compared(
+    run: str, lines: Lines, begin: int, tolerance: float
+) -> tuple[Reproduction, list[Place], float]:
+    """Compare the steps' digests up to the first that differs; also return the largest relative difference.
+
+    ``tolerance``: if negative, numbers must be bitwise identical; samples always.
+    """
+    facts = {"run": run, "checkpoint": begin, "ranks": len(next(iter(lines.values()))), "compared": 0}
+    empty = {"differs": [], "equal_checkpoints": [], "equal_parts": 0}
+    answer = cast("Reproduction", dict.fromkeys(Reproduction.__annotations__) | facts | empty)
     places: list[Place] = []
-    answer = _begun(run, lines, begin)
     largest = 0.0
     for step, of_ranks in lines.items():
         computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
@@ -139,32 +144,7 @@ def near(
             places.append(place(step, "record"))
             break
         answer["compared"] += 1
-    for step in (step for step in checkpoints if begin < step in lines and "distances" in lines[step][0]):
-        distance, tensor = _distance([line["distances"] for line in lines[step]])
-        largest = max(largest, distance)
-        if distance > tolerance:
-            answer["other_checkpoint"] = step
-            module = module_of(tensor)
-            places.append(place(step, "checkpoint", module=module, tensor=tensor, num_compared=1))
-            break
-        answer["equal_checkpoints"].append(step)
-    return answer, _first_of(places, answer), largest
-
-
-def _begun(run: str, lines: Lines, begin: int) -> Reproduction:
-    return Reproduction(
-        run=run,
-        checkpoint=begin,
-        ranks=len(next(iter(lines.values()))),
-        is_reproducible=None,
-        compared=0,
-        first_difference=None,
-        differs=[],
-        equal_checkpoints=[],
-        other_checkpoint=None,
-        equal_parts=0,
-        other_parts=None,
-    )
+    return answer, places, largest
 
 
 def _first_of(places: Sequence[Place], answer: Reproduction) -> Place | None:
@@ -181,7 +161,7 @@ def _relative(number: float | None, reference: float | None) -> float:
     """Return the relative difference; infinite if one of the numbers is not finite."""
     if number is None or reference is None or not (math.isfinite(number) and math.isfinite(reference)):
         return math.inf
-    return abs(number - reference) / max(abs(reference), abs(number))
+    return abs(number - reference) / (max(abs(reference), abs(number)) or 1.0)  # 0.0 and -0.0
 
 
 def _distance(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> tuple[float, str]:
@@ -213,7 +193,7 @@ def _against_checkpoint(of_ranks: Sequence[Mapping[str, Any]], checkpoint: Check
         for line, shard in zip(of_ranks, shards, strict=True)
     ]
     saved = [{"tensors": shard} for shard in shards]
-    places = tensor_places(step, "checkpoint", replayed, saved)
+    places = parted_steps.tensor_places(step, "checkpoint", replayed, saved)
     return next(places, place(step, "checkpoint"))
 
 
@@ -258,7 +238,7 @@ def reproduction_text(answer: Reproduction) -> str:
         return text
     others = []
     if answer["first_difference"] is not None:
-        others.append(f"step {answer['first_difference']} ({labels(answer['differs'])})")
+        others.append(f"step {answer['first_difference']} ({parted_steps.labels(answer['differs'])})")
     if answer["other_checkpoint"] is not None:
         others.append(f"checkpoint {answer['other_checkpoint']}")
     if answer["other_parts"] is not None:
@@ -289,7 +269,7 @@ def stretches_text(stretches: Sequence[VerifiedStretch], seconds: float, name: s
     )
     first = bad[0]
     if first["first_difference"] is not None:
-        lines += place_text(first["first_difference"], [name])
+        lines += parted_steps.place_text(first["first_difference"], [name])
         lines.append(f"to look closer: hpc-train bisect {name} --from {first['first']} --to {first['last']}")
     return lines
 

@@ -12,7 +12,7 @@ from hpc_train.console import rounded
 from hpc_train.launchers.base import JobUsage
 from hpc_train.recovery.budgets import COMES_BACK
 from hpc_train.report.metrics_reader import Row, number, rows_in
-from hpc_train.report.run_times import attempt_spans, short_duration, timestamp
+from hpc_train.report.run_files import attempt_spans, short_duration, timestamp
 from hpc_train.run.attempts import CAUSES
 from hpc_train.run.checkpoints import INHERITED
 

@@ -17,16 +17,8 @@ from typing import Any
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run import checkpoints
+from hpc_train.run import checkpoints, files
 from hpc_train.run.file_shapes import JSON_KEY, Time, decoded, encoded
-from hpc_train.run.files import (
-    UnreadableFileError,
-    create_folder,
-    read_json,
-    read_text,
-    write_json,
-    write_text,
-)
 from hpc_train.run.processes import Process
 
 #: Why an attempt ended. ``requeue``: ``scontrol requeue``. ``lost``: without a record, as when a node dies.
@@ -92,13 +84,11 @@ class AttemptRecord:
     #: Parts of the time of rank 0's first step: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
     #: which ``cached_graphs`` were compiled by an earlier attempt or another rank. Empty before its end.
     first_step: dict[str, float] = field(default_factory=dict)
-    #: With ``checkpoint.every: auto``: the current interval and its measurements, see
-    #: ``recovery.save_interval``.
+    #: With ``checkpoint.every: auto``: the interval and its measurements, see ``recovery.save_interval``.
     save_interval: dict[str, float] = field(default_factory=dict)
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
-    #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged the
-    #: attempt.
+    #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged it.
     saved_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +115,7 @@ class Events:
 
 def read_events(attempt: AttemptPaths) -> Events:
     """Return the attempt's events, without any if they can't be read."""
-    return decoded(Events, read_json(attempt.events)) or Events()
+    return decoded(Events, files.read_json(attempt.events)) or Events()
 
 
 def job_ids(facts: Mapping[str, Any]) -> list[str]:
@@ -186,7 +176,7 @@ def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **f
     owner = {"launcher_process": Process.current(), "launcher": launcher}
     record = AttemptRecord(number, now(), listed, **owner | facts)
     with no_claims(paths):
-        return create_folder(
+        return files.create_folder(
             paths.attempt(number).folder, lambda folder: write_record(AttemptPaths(folder), record)
         )
 
@@ -218,7 +208,7 @@ def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRe
 
     Without ``with_events``, the file of events is not read; enough for the attempt's process, start and end.
     """
-    record = decoded(AttemptRecord, read_json(attempt.record))
+    record = decoded(AttemptRecord, files.read_json(attempt.record))
     if record is None:
         return None
     noted = read_events(attempt) if with_events else Events()
@@ -229,7 +219,7 @@ def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRe
 
 def write_record(attempt: AttemptPaths, record: AttemptRecord) -> None:
     """Replace ``attempt.json`` atomically."""
-    write_json(attempt.record, record.to_json(), sync=True)
+    files.write_json(attempt.record, record.to_json(), sync=True)
 
 
 @dataclass
@@ -276,7 +266,7 @@ class EventLog:
             stall = {"checkpoint_stall_s": round(self._stall_s, 4)} if self._save_s is not None else {}
             parts = {"first_step": self.first_step, "save_interval": self.save_interval}
             measured = {name: values for name, values in parts.items() if values}
-            write_json(self.attempt.events, {"version": 1} | facts | stall | measured)
+            files.write_json(self.attempt.events, {"version": 1} | facts | stall | measured)
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:
@@ -301,12 +291,12 @@ def tell_end(attempt: AttemptPaths, rank: int, code: int, node: str | None = Non
     if code == ExitCode.DONE:
         return
     with suppress(OSError):
-        write_text(attempt.exit(rank), f"{code} {node or ''}".rstrip() + "\n")
+        files.write_text(attempt.exit(rank), f"{code} {node or ''}".rstrip() + "\n")
 
 
 def tell_error(attempt: AttemptPaths, rank: int, text: str) -> None:
     """Write the rank's error. Raises OSError for errors of the disk."""
-    write_text(attempt.error(rank), text.rstrip() + "\n")
+    files.write_text(attempt.error(rank), text.rstrip() + "\n")
 
 
 def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
@@ -325,6 +315,6 @@ def exit_codes(attempt: AttemptPaths) -> dict[int, int]:
 
 
 def _read(path: Path) -> str:
-    with suppress(FileNotFoundError, UnreadableFileError):
-        return read_text(path, _MAX_END_BYTES, errors="replace").strip()
+    with suppress(FileNotFoundError, files.UnreadableFileError):
+        return files.read_text(path, _MAX_END_BYTES, errors="replace").strip()
     return ""

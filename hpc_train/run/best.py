@@ -82,10 +82,7 @@ def goal_of(metric: str) -> Literal["min", "max"]:
 
 
 def default_metric(metrics: Collection[str]) -> str | None:
-    """Return the metric by which evaluations are compared if the file names none; None without any.
-
-    It is the first of ``PREFERRED``, or of an own task its first one.
-    """
+    """Return the metric of comparisons if the file names none: one of ``PREFERRED``, or a task's first."""
     return next((name for name in PREFERRED if name in metrics), next(iter(metrics), None))
 
 

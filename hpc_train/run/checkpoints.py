@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import re
 import secrets
 import shutil
@@ -165,13 +166,13 @@ def hash_file(path: Path) -> str:
         return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
-def newest_attempt(paths: RunPaths) -> int:
-    """Return the number of the attempt that owns the run; 0 before the first.
+def newest_attempt(paths: RunPaths, before: float = math.inf) -> int:
+    """Return the number of the attempt that owns the run, or did before attempt ``before``; 0 if none.
 
     This is the last one with a record: an attempt that ended before it wrote one never began, and must not
     invalidate what the previous one saved.
     """
-    attempts = paths.attempt_folders()
+    attempts = [attempt for attempt in paths.attempt_folders() if attempt.number < before]
     began = [attempt for attempt in attempts if attempt.record.is_file()]
     return max((attempt.number for attempt in began or attempts), default=0)
 
@@ -280,15 +281,10 @@ def _folders(paths: RunPaths) -> list[CheckpointPaths]:
     return [folder for folder in folders if folder == paths.checkpoint(folder.step)]
 
 
-def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
-    """Return the checkpoints to list in a new attempt's ``attempt.json``: those valid for the previous one.
-
-    Call it before that record is written. ``attempt`` is the number of the new one; optional.
-    """
-    earlier = [folder for folder in paths.attempt_folders() if attempt is None or folder.number < attempt]
-    began = [folder for folder in earlier if folder.record.is_file()]
-    before = max((folder.number for folder in began or earlier), default=0)
-    return [checkpoint.folder.name for checkpoint in committed(paths, before)]
+def listing(paths: RunPaths, attempt: float = math.inf) -> list[str]:
+    """Return the checkpoints that are valid for the attempt before ``attempt``, which has no record yet."""
+    earlier = newest_attempt(paths, before=attempt)
+    return [checkpoint.folder.name for checkpoint in committed(paths, earlier)]
 
 
 def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[str]:
@@ -367,11 +363,7 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
 
 
 def prune(
-    paths: RunPaths,
-    keep: int,
-    attempt: int,
-    keep_every: int | None = None,
-    needed: Collection[int] = (),
+    paths: RunPaths, keep: int, attempt: int, keep_every: int | None = None, needed: Collection[int] = ()
 ) -> list[str]:
     """Remove the folders that ``attempt`` no longer needs and return their names.
 
@@ -380,9 +372,7 @@ def prune(
     earlier attempts, and unfinished removals. ``needed``: steps of more checkpoints to keep. Removes nothing
     once a later attempt exists, which may have listed checkpoints that this one does not need.
     """
-    checkpoints = [
-        checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
-    ]
+    checkpoints = [one for one in committed(paths, attempt) if _is_real_folder(one.folder)]
     newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
     required = set(needed)
@@ -391,13 +381,9 @@ def prune(
             required.add(manifest.best.step)
         if (step := manifest.verified) is not None:
             required.add(next((checkpoint.step for checkpoint in checkpoints if checkpoint.step <= step), 0))
-    surplus = [
-        checkpoint
-        for checkpoint in checkpoints[len(newest) :]
-        if checkpoint.step not in required and (keep_every is None or checkpoint.step % keep_every)
-    ]
+    surplus = [item for item in checkpoints[len(newest) :] if item.step not in required]
+    folders = [item.folder for item in surplus if keep_every is None or item.step % keep_every]
     removed = []
-    folders = [checkpoint.folder for checkpoint in surplus]
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
         match = _LEFT_OVER.fullmatch(path.name)
         if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):

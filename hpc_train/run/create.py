@@ -19,7 +19,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment, weight_source
 from hpc_train.run.attempts import exit_codes, newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
-from hpc_train.run.code.work_tree import commit_of
+from hpc_train.run.code.code_files import commit_of
 from hpc_train.run.files import create_folder, json_text, read_json, sync_folder, write_json, write_new
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus
@@ -112,10 +112,7 @@ def _input_facts(experiment: Job, stage_weights: str | None) -> dict[str, Any]:
 
 
 def effective_experiment(paths: RunPaths, attempt: int) -> Job:
-    """Return the frozen experiment with the ``noted_changes``.
-
-    Raises BadFileError if the frozen file was changed.
-    """
+    """Return the frozen experiment with the ``noted_changes``. Raises BadFileError if it was changed."""
     changes = noted_changes(paths, attempt)
     if not changes:
         return frozen_experiment.read(paths)

@@ -188,11 +188,9 @@ def read_digests(path: Path, first: int = 0, last: int = MAX_STEP) -> Iterator[S
     return _read(path, first, last, StepDigest)
 
 
-def read_parts(
-    path: Path, first: int = 0, last: int = MAX_STEP
-) -> Iterator[tuple[int, dict[int, PartDigest]]]:
-    """Yield step and digests by part of the steps ``first`` to ``last``, as ``read_digests`` does."""
-    for step, digests in groupby(_read(path, first, last, PartDigest), key=lambda digest: digest.step):
+def read_parts(path: Path) -> Iterator[tuple[int, dict[int, PartDigest]]]:
+    """Yield step and digests by part, as ``read_digests`` does."""
+    for step, digests in groupby(_read(path, 0, MAX_STEP, PartDigest), key=lambda digest: digest.step):
         yield step, {digest.part: digest for digest in digests}
 
 
@@ -309,10 +307,7 @@ def parts_of(tensors: Iterable[str]) -> dict[str, str]:
 
 
 def part_digests(tensors: Mapping[str, str], rank: int) -> dict[str, tuple[int, int]]:
-    """Return part → the digests of its weights and of its optimizer state, from those of a rank's tensors.
-
-    Those of several ranks are added up, modulo 2^64.
-    """
+    """Return part → digests of its weights and optimizer state, of one rank; ranks' add up modulo 2^64."""
     content: dict[tuple[str, bool], list[tuple[str, str]]] = {}
     parts = parts_of(tensors)
     for tensor in sorted(tensors):
@@ -332,10 +327,7 @@ def part_id(part: str) -> int:
 
 
 def shard_digests(shard: Path) -> dict[str, str]:
-    """Return the XXH3-64 of each tensor's bytes in a rank's shard; pieces of a tensor count in their order.
-
-    Raises BadFileError if the shard can't be read.
-    """
+    """Return the XXH3-64 of each tensor in a rank's shard, its pieces in order. Raises BadFileError."""
     digests: dict[str, xxhash.xxh3_64] = {}
     try:
         with open_regular(shard) as file:

@@ -72,15 +72,10 @@ class MedianRule:
         )
 
     def _others(self, step: int) -> Iterator[float]:
-        """Yield the best value by ``step`` of up to ``MAX_RUNS`` other runs that have reached it."""
-        folders = sorted(
-            self.paths.siblings.folder.iterdir()
-        )  # names are hashes: the first are as good as any
-        others = (
-            RunPaths(folder)
-            for folder in folders
-            if folder.name[0] != "." and folder.name != self.paths.folder.name
-        )
+        folders = self.paths.siblings.folder.iterdir()
+        names = {folder.name for folder in folders if folder.name[0] != "."} - {self.paths.folder.name}
+        # Names are hashes: the first are as good as any.
+        others = (RunPaths(self.paths.siblings.folder / name) for name in sorted(names))
         # The rows of an extended run are also in the run that extends it.
         values = (self._best_by(step, paths) for paths in others if not extensions(paths))
         yield from islice((value for value in values if value is not None), MAX_RUNS)

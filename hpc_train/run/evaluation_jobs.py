@@ -14,8 +14,9 @@ from pathlib import Path
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number, no_claims, read_record
 from hpc_train.run.files import read_json, tail_text, write_json, write_text
+from hpc_train.run.find import run_name
 from hpc_train.run.metric_rows import MetricsFile, Row, evaluation_rows
-from hpc_train.run.run_status import read_status
+from hpc_train.run.run_status import GOING_ON, read_status
 
 #: Set for ranks whose launcher submits the jobs; without it they evaluate in training.
 VARIABLE = "HPC_TRAIN_EVALUATION_JOBS"
@@ -48,7 +49,8 @@ def submitted(paths: RunPaths) -> list[int]:
 def job_ids(paths: RunPaths, step: int) -> list[str]:
     """Return the ids of the jobs that were submitted for a step, the newest last."""
     path = paths.evaluation_job(step, "jobs")
-    return path.read_text("utf-8").split() if path.exists() else []
+    ids = path.read_text("utf-8").split() if path.exists() else []
+    return [job for job in ids if job.isdecimal()]
 
 
 def note_job(paths: RunPaths, step: int, job: str) -> None:
@@ -61,9 +63,16 @@ def forget_jobs(paths: RunPaths, step: int) -> None:
     paths.evaluation_job(step, "jobs").unlink(missing_ok=True)
 
 
+def is_missing(paths: RunPaths, step: int) -> bool:
+    """Return True if the evaluation of the checkpoint of ``step`` was requested and has no row."""
+    exists = {ending: paths.evaluation_job(step, ending).exists() for ending in ("due", "json")}
+    return exists["due"] and not exists["json"]
+
+
 def note_row(paths: RunPaths, row: Row) -> None:
     """Record the row of an evaluation, and join it unless an attempt is writing rows."""
     write_json(paths.evaluation_job(row["step"], "json"), row, sync=True)
+    paths.evaluation_job(row["step"], "failed").unlink(missing_ok=True)
     record = read_record(paths.attempt(newest_number(paths)))
     if read_status(paths).state == "completed" or (record is not None and record.end is not None):
         join(paths)
@@ -89,14 +98,21 @@ def rows(paths: RunPaths) -> dict[int, Row]:
 
 
 def in_words(paths: RunPaths) -> str:
-    """Return ``2 of 4 done, 1 waiting or running; step 20 failed: …``; empty if none was requested."""
+    """Return ``2 of 4 done, 1 waiting or running; step 20 failed: …``; empty if none was requested.
+
+    If rows will be missing, followed by the command that adds one.
+    """
     number = len(list(_steps(paths, "due")))
     if not number:
         return ""
-    waiting = len(unfinished(paths))
+    failed, waiting = failures(paths), len(submitted(paths))
+    left = len(unfinished(paths)) - waiting
     counts = [f"{len(rows(paths))} of {number} done"] + [f"{waiting} waiting or running"] * (waiting > 0)
-    failed = [f"step {step} failed: {reason}" for step, reason in failures(paths).items()]
-    return "; ".join([", ".join(counts), *failed])
+    parts = [", ".join(counts + [f"{left} not submitted"] * (left > 0))]
+    parts += [f"step {step} failed: {reason}" for step, reason in failed.items()]
+    if failed or (left and read_status(paths).state not in GOING_ON):
+        parts.append(f"`hpc-train evaluate {run_name(paths)} --step STEP` adds the row of a step")
+    return "; ".join(parts)
 
 
 def join(paths: RunPaths) -> None:

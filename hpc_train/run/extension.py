@@ -15,20 +15,10 @@ from typing import Any
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.sweep import RUN_ID_LENGTH, content_hash
 from hpc_train.paths import CheckpointPaths, RunPaths
-from hpc_train.run import frozen_experiment
+from hpc_train.run import files, frozen_experiment
 from hpc_train.run.checkpoints import INHERITED, Manifest, committed
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import new_identity, newest_versions, run_to_change
-from hpc_train.run.files import (
-    create_folder,
-    json_text,
-    read_json,
-    remove_folder,
-    sync_file,
-    sync_folder,
-    write_json,
-    write_new,
-)
 from hpc_train.run.metric_rows import lines_of, parse_row
 from hpc_train.run.run_status import INTERRUPTED, RunStatus, extended_run
 
@@ -54,7 +44,7 @@ def extend(
     def fill(folder: Path) -> None:
         temporary = RunPaths(folder)
         frozen_experiment.write(temporary, experiment)
-        write_new(temporary.run, json_text(facts))
+        files.write_new(temporary.run, files.json_text(facts))
         if (code := snapshot.linked(paths)) is not None:
             snapshot.link(temporary, code)
         if paths.micro_batch.exists():
@@ -65,28 +55,28 @@ def extend(
         temporary.checkpoints.mkdir()
         for checkpoint in checkpoints:
             _link_checkpoint(checkpoint, temporary.checkpoint(checkpoint.step))
-        sync_folder(temporary.checkpoints)
-        epoch = (read_json(paths.status) or {}).get("epoch", 0.0)
+        files.sync_folder(temporary.checkpoints)
+        epoch = (files.read_json(paths.status) or {}).get("epoch", 0.0)
         status = RunStatus(state=INTERRUPTED, step=step, total_steps=total_steps, epoch=epoch)
-        write_new(temporary.status, json_text(status.to_json()), sync=False)
-        sync_folder(folder)
+        files.write_new(temporary.status, files.json_text(status.to_json()), sync=False)
+        files.sync_folder(folder)
 
     if not extension.folder.exists():
-        create_folder(extension.folder, fill, mode=0o700)
+        files.create_folder(extension.folder, fill, mode=0o700)
     run = run_to_change(paths)
     if extension.folder.name not in (known := run.get("extended_by") or []):
-        write_json(paths.run, run | {"extended_by": [*known, extension.folder.name]}, sync=True)
+        files.write_json(paths.run, run | {"extended_by": [*known, extension.folder.name]}, sync=True)
     return extension
 
 
 def withdraw(paths: RunPaths) -> None:
     """Remove a run that ``extend`` created and that was not started."""
     old = extended_run(paths)
-    remove_folder(paths.folder)
+    files.remove_folder(paths.folder)
     if old is not None:
         run = run_to_change(old)
         left = [name for name in run.get("extended_by") or [] if name != paths.folder.name]
-        write_json(old.run, run | {"extended_by": left}, sync=True)
+        files.write_json(old.run, run | {"extended_by": left}, sync=True)
 
 
 def _facts(paths: RunPaths, experiment: Experiment, step: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -134,17 +124,15 @@ def _link(old: Path, new: Path) -> None:
         return
     shutil.copyfile(old, new)
     with new.open("rb") as file:
-        sync_file(file.fileno())
+        files.sync_file(file.fileno())
 
 
 def _copy_rows(old: RunPaths, new: RunPaths, last_step: int) -> None:
-    """Copy the rows up to ``last_step``, with the attempt ``INHERITED``: no attempt of the new run took their
-    time.
-    """
+    """Copy the rows up to ``last_step`` as ``INHERITED``: no attempt of the new run took their time."""
     with new.metrics.open("wb") as file:
         for line in lines_of(old.metrics):
             row = parse_row(line)
             if row is not None and row["step"] <= last_step:
                 file.write(_ATTEMPT.sub(rb"\g<1>%d" % INHERITED, line, count=1))
         file.flush()
-        sync_file(file.fileno())
+        files.sync_file(file.fileno())

@@ -124,10 +124,7 @@ def _checks(name: str) -> dict[str, _Check]:
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Return True if a value from JSON is of ``kind``.
-
-    That is a type, a union, ``list[…]``, ``dict[…, …]``, ``Literal[…]``, or ``Annotated[…]`` with a check.
-    """
+    """Return True if a value from JSON is of ``kind``, a type or one of typing's, also with a check."""
     return _check_of(kind)(value)
 
 
@@ -184,7 +181,6 @@ def _default(part: Field[Any], hint: Any) -> Any:
 
 
 def _reader(hint: Any) -> Callable[[object], Any]:
-    """Return a function of a JSON value that returns the field's value, or ``_WRONG``."""
     if hint is Path:
         return lambda value: Path(value) if type(value) is str else _WRONG
     nested = next((member for member in get_args(hint) if is_dataclass(member)), None)

@@ -114,10 +114,7 @@ def json_text(data: dict[str, Any]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, None if it is missing or not written by hpc-train.
-
-    ``shapes.SHAPES`` defines the content by file name.
-    """
+    """Return the object in ``path``; None if it is missing, or does not fit ``file_shapes.SHAPES``."""
     try:
         data = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -141,11 +138,7 @@ def read_text(path: Path, max_bytes: int = MAX_SMALL_BYTES, *, errors: str = "st
 
 
 def read_regular(path: Path | str, max_bytes: int) -> bytes:
-    """Return the content of a file.
-
-    Raises OSError, also for a missing file; UnreadableFileError for a larger file, a folder, a pipe or a
-    device.
-    """
+    """Return a file's content. Raises OSError; UnreadableFileError if it is larger, or no regular file."""
     descriptor, size = _open(path)
     try:
         # Content added since is not read.
@@ -161,10 +154,7 @@ def read_regular(path: Path | str, max_bytes: int) -> bytes:
 
 
 def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
-    """Return the last bytes of a file, at most ``max_bytes``, and whether they are the whole file.
-
-    Raises like ``open_descriptor``.
-    """
+    """Return at most the last ``max_bytes`` of a file, and whether that is all. Raises as ``_open``."""
     descriptor, size = _open(path)
     try:
         return os.pread(descriptor, max_bytes, max(0, size - max_bytes)), size <= max_bytes
@@ -173,10 +163,7 @@ def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
 
 
 def tail_text(path: Path, max_bytes: int) -> str:
-    """Return the text within the last ``max_bytes`` of a file; empty if the path is not a regular file.
-
-    Raises OSError, also for a missing file.
-    """
+    """Return the text in the last ``max_bytes``; empty if it is not a regular file. Raises OSError."""
     try:
         return read_tail(path, max_bytes)[0].decode("utf-8", "replace")
     except UnreadableFileError:
@@ -279,10 +266,7 @@ def create_folder(
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return ``work`` of each item, run by a few threads: for writes that mostly wait for fsync.
-
-    After the first error, which is raised, no further item is begun.
-    """
+    """Return ``work`` of each item by a few threads; after an error, which is raised, none is begun."""
     with ThreadPoolExecutor(_WRITERS) as pool:
         return list(pool.map(work, items))
 

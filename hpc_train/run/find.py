@@ -46,11 +46,11 @@ class _Known:
     @classmethod
     def below(cls, root: Path) -> _Known:
         folders = cls({}, [])
-        for experiment in _folders(root):
+        for experiment in folders_in(root):
             if not _may(experiment, os.R_OK | os.X_OK):
                 folders.hidden.append(experiment)
             runs = folders.runs.setdefault(experiment.name, {})
-            for paths in map(RunPaths, _folders(experiment)):
+            for paths in map(RunPaths, folders_in(experiment)):
                 if not is_readable(paths):
                     folders.hidden.append(paths.folder)
                 elif _has_files(paths):
@@ -65,11 +65,9 @@ class _Known:
 
     def unreadable(self, names: Sequence[str]) -> list[Path]:
         wanted = set(names)
-        return [
-            path
-            for path in self.hidden
-            if not wanted or wanted & {path.name, path.parent.name, f"{path.parent.name}/{path.name}"}
-        ]
+        if not wanted:
+            return self.hidden
+        return [path for path in self.hidden if wanted & {*path.parts[-2:], "/".join(path.parts[-2:])}]
 
 
 def find_runs(names: Sequence[str]) -> list[RunPaths]:
@@ -81,10 +79,7 @@ def find_runs(names: Sequence[str]) -> list[RunPaths]:
 
 
 def find_and_skip(names: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
-    """Return ``find_runs`` of the words, and the experiments and runs that this user may not read.
-
-    The latter are those that ``names`` mean, or all without names.
-    """
+    """Return ``find_runs`` of the words, and those of them (without words: all) that can't be read."""
     folders = _Known.below(runs_root())
     return folders.find(names), folders.unreadable(names)
 
@@ -97,7 +92,7 @@ def run_name(paths: RunPaths) -> str:
     root, run_id = runs_root(), paths.folder.name
     if paths.siblings.folder.parent != root:
         return str(paths.folder)
-    others = (experiment for experiment in _folders(root) if experiment.name != paths.siblings.folder.name)
+    others = (experiment for experiment in folders_in(root) if experiment.name != paths.siblings.folder.name)
     is_ambiguous = any(is_run(RunPaths(other / run_id)) for other in others)
     return name_with_experiment(paths) if is_ambiguous else run_id
 
@@ -112,7 +107,7 @@ def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
 def names_of(runs: Sequence[RunPaths]) -> list[str]:
     """Return words that name these runs of one experiment: its name if they are all of its runs."""
     experiment = runs[0].siblings.folder
-    others = {RunPaths(folder) for folder in _folders(experiment)} - set(runs)
+    others = {RunPaths(folder) for folder in folders_in(experiment)} - set(runs)
     if len(runs) > 1 and experiment.parent == runs_root() and not any(map(is_run, others)):
         return [experiment.name]
     return list(run_names(runs).values())
@@ -129,7 +124,8 @@ def name_with_experiment(paths: RunPaths) -> str:
     return f"{paths.siblings.folder.name}/{paths.folder.name}"
 
 
-def _folders(parent: Path) -> list[Path]:
+def folders_in(parent: Path) -> list[Path]:
+    """Return the folders in ``parent``, sorted; none if it can't be read."""
     return [parent / name for name in _names(parent)]
 
 
@@ -161,7 +157,6 @@ def is_readable(paths: RunPaths) -> bool:
 
 
 def _may(path: Path | str, mode: int) -> bool:
-    """Return True if this process's effective user may access the file in this way, if there is one."""
     if os.access(path, mode, effective_ids=True):
         return True
     try:
@@ -193,9 +188,8 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
     start = run_id if slash else word
     ids = [run for run in runs if run.folder.name.startswith(start)] if start else []
     if len(ids) > 1:
-        raise UsageError(
-            _ambiguous(f"{word}: {counted(len(ids), 'run')} have an id that starts like this", ids)
-        )
+        text = f"{word}: {counted(len(ids), 'run')} have an id that starts like this"
+        raise UsageError(_ambiguous(text, ids))
     if ids:
         return ids
     if slash:
@@ -204,7 +198,6 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
 
 
 def _latest(word: str, runs: Sequence[RunPaths], place: int) -> RunPaths:
-    """Return the run that started last, or with ``place`` 2 the one before it."""
     if place > len(runs):
         there = f"there are only {counted(len(runs), 'run')}" if runs else "there are no runs yet"
         raise UsageError(f"{word}: {there} below {runs_root()}; `hpc-train submit FILE` starts some")
@@ -228,7 +221,7 @@ def _in_folder(word: str, folders: _Known) -> list[RunPaths]:
     folder = Path(os.path.abspath(expanded(word)))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]
-    matches = [paths for paths in map(RunPaths, _folders(folder)) if is_run(paths)]
+    matches = [paths for paths in map(RunPaths, folders_in(folder)) if is_run(paths)]
     if not matches:
         hidden = folders.unreadable([word]) if is_readable(RunPaths(folder)) else [folder]
         if hidden:

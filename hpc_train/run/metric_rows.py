@@ -73,6 +73,15 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
+def finite(value: Any) -> Any:
+    """Return a JSON value with None in place of infinite numbers and NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return list(map(finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def unusable_lines(path: Path, last_step: int, *, needs_time: bool) -> Iterator[tuple[int, str]]:
     """Yield (number, problem) of the lines up to ``last_step`` that are not a row, or one without a time."""
     for number, line in enumerate(lines_of(path), 1):
@@ -160,9 +169,8 @@ class MetricsFile(GrowingFile):
     def copy_kept(self, old: BinaryIO, new: BinaryIO) -> None:
         size = self._kept_bytes(old, self._resumed_step)
         old.seek(0)
-        recorded = {
-            row["step"] for row in _evaluation_rows(_first_lines(old, size if self._evaluated else 0))
-        }
+        lines = _first_lines(old, size if self._evaluated else 0)
+        recorded = {row["step"] for row in _evaluation_rows(lines)}
         missing = [row for step, row in sorted(self._evaluated.items()) if step not in recorded]
         old.seek(0)
         _copy_rows(_first_lines(old, size), new, missing)
@@ -201,7 +209,6 @@ class MetricsFile(GrowingFile):
 
 
 def _first_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the lines in the next ``size`` bytes."""
     for line in file if size > 0 else ():
         yield line
         size -= len(line)

@@ -203,10 +203,7 @@ _END_LIMIT_S = 10.0
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its ``parent`` ends, for whatever reason.
-
-    Called by the child. Exits at once if the parent has already ended.
-    """
+    """Have the kernel kill this child process as soon as its ``parent`` ends, or exit if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:  # it died before prctl
@@ -304,10 +301,7 @@ def _is_of_logger(pid: int) -> bool:
 
 
 def end_program_processes(children: Collection[int]) -> int:
-    """Kill the ``program_processes``, orphans included; return how many were running at first.
-
-    ``children``: those of ``reap_orphans``.
-    """
+    """Kill the ``program_processes``, orphans (``reap_orphans``) included; return how many there were."""
     first = left = program_processes()
     deadline = time.monotonic() + _END_LIMIT_S
     while left and time.monotonic() < deadline:

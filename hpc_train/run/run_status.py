@@ -47,8 +47,7 @@ class RunStatus:
     #: From 1; 0 before the first.
     attempt: int = 0
     reason: str | None = None
-    #: While rank 0 compiles: ``graph``, from 1, and ``since``, the start of compiling all its graphs (UTC,
-    #: ISO 8601).
+    #: While rank 0 compiles: ``graph``, from 1, and ``since``, the start of compiling all graphs (UTC).
     compiling: dict[str, Any] | None = None
     #: Slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
     #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
@@ -126,10 +125,7 @@ _MAX_RUNS = 100_000
 
 
 def run_facts(paths: RunPaths) -> Mapping[str, Any]:
-    """Return the content of ``run.json``, empty if it can't be read; callers must not change it.
-
-    The file is read again only if it was replaced since.
-    """
+    """Return ``run.json``, cached, so not to be changed; empty if it can't be read."""
     try:
         seen = os.stat(paths.run)  # noqa: PTH116  (this is called for each run)
     except OSError:
@@ -155,10 +151,7 @@ def extensions(paths: RunPaths) -> list[str]:
 
 
 def extension_words(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return label and text of the run that this one extends, and of those that extend it.
-
-    ``facts``: ``run_facts`` of the run.
-    """
+    """Return label and text of the run that this one (``run_facts``) extends, and of its extensions."""
     old = facts.get("extends")
     words = [("extends", f"{old.get('run')} from step {old.get('step')}")] if old else []
     return words + [("extended by", name) for name in facts.get("extended_by") or ()]

@@ -48,7 +48,7 @@ _MAX_SAMPLES = 1024
 #: In messages: spikes, and samples of each.
 _SHOWN, _SHOWN_SAMPLES = 3, 8
 Reaction = Literal["report", "skip", "rollback"]
-_DONE = {"report": "", "skip": ", update skipped", "rollback": ", rolled back"}
+_DONE = {"report": ", recorded", "skip": ", update skipped", "rollback": ", rolled back"}
 
 
 @dataclass(frozen=True)

@@ -98,5 +98,4 @@ def later(paths: RunPaths) -> list[RunPaths]:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return the folders of all runs; hidden ones are being created."""
     return sorted(path.parent for path in root.glob("*/*/run.json") if path.parent.name[0] != ".")

@@ -49,11 +49,7 @@ Result = TypeVar("Result")
 
 
 def retried(
-    work: Callable[[], Result],
-    path: Path,
-    *,
-    transient: Collection[int] = TRANSIENT,
-    tells: bool = True,
+    work: Callable[[], Result], path: Path, *, transient: Collection[int] = TRANSIENT, tells: bool = True
 ) -> Result:
     """Run ``work``, which must be repeatable, and retry on temporary errors at ``path``.
 
@@ -112,10 +108,7 @@ def error_words(error: OSError, path: Path | None = None) -> str:
 
 
 def error_clauses(error: BaseException | None) -> str:
-    """Return clauses for the end of a traceback: the owner of the refused path, the reached limit.
-
-    Empty for errors of other kinds.
-    """
+    """Return clauses for a traceback's end: the refused path's owner, the reached limit; may be empty."""
     refused = error
     while refused is not None:
         if isinstance(refused, PermissionError) and (path := _path_of(refused)) is not None:
@@ -164,7 +157,6 @@ def _used_up(path: Path) -> str:
 
 
 def _owner_words(path: Path) -> str:
-    """Return the file or folder that refuses this user, with its owner and mode."""
     there, is_forbidden = _refusing(path)
     try:
         status = there.stat()

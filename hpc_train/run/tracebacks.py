@@ -102,11 +102,10 @@ def users_frame(error: BaseException) -> str | None:
     """Return the line of the user's code that raised it: ``model.py:12 in forward``; None without one."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not _is_foreign(frame.filename)]
-    return (
-        f"{Path(user_frames[-1].filename).name}:{user_frames[-1].lineno} in {user_frames[-1].name}"
-        if user_frames
-        else None
-    )
+    if not user_frames:
+        return None
+    last = user_frames[-1]
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"
 
 
 def _parts(lines: list[str]) -> list[_Part]:
@@ -150,7 +149,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _variable(error: BaseException) -> str | None:
-    """Return the variable that ``error`` names, or whose value it quotes."""
     for name, value in os.environ.items():
         if not value or not name.startswith(_READ_BY_LIBRARIES):
             continue

@@ -68,10 +68,7 @@ def fingerprint(source: Path) -> dict[str, str]:
 
 
 def pinned(paths: RunPaths, experiment: Experiment) -> Experiment:
-    """Return the experiment with ``init_from`` as it was resolved when the run was created.
-
-    Raises BadFileError if the source is gone or was changed since.
-    """
+    """Return the experiment with ``init_from`` as at its creation. Raises BadFileError if that changed."""
     run = read_json(paths.run) or {}
     source = run.get("init_from")
     if experiment.model.init_from is None or not isinstance(source, str):

@@ -19,8 +19,7 @@ from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.registry import load, refusing_exit
 from hpc_train.report.metrics_reader import SPLITS, Row, metrics_in, number, rows_in
-from hpc_train.run import frozen_experiment
-from hpc_train.run.liveness import newest_record
+from hpc_train.run import frozen_experiment, liveness
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, recorded_values, run_facts
 from hpc_train.search.base import SearchMethod, SearchRequest, Trial
 
@@ -202,7 +201,7 @@ def _trial(
     run_id = paths.folder.name
     if status.state in GOING_ON:
         return Trial(values, "running", run_id=run_id)
-    record = newest_record(paths)
+    record = liveness.newest_record(paths)
     if record is not None and record.cause == "diverged":
         return Trial(values, "diverged", run_id=run_id)
     if is_due(paths, status):

@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpc_train.errors import BadFileError
+from hpc_train.training.strategies.batchnorm import only_updates_statistics
 from hpc_train.training.strategies.buffers import persistent_places
-from hpc_train.training.strategies.running_statistics import only_updates_statistics
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -66,13 +67,13 @@ def checkpoint_activations(blocks: Sequence[nn.Module], setting: str) -> None:
         block.forward = _Recomputed(block, block.forward, is_selective=setting == "selective")
 
 
+@dataclass(eq=False)  # torch hashes it
 class _Recomputed:
     """A block's forward under torch's checkpoint."""
 
-    def __init__(self, block: nn.Module, plain: Callable[..., Any], *, is_selective: bool) -> None:
-        self.block = block
-        self.plain = plain
-        self.is_selective = is_selective
+    block: nn.Module
+    plain: Callable[..., Any]
+    is_selective: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
         """Bind the copy to the copied block, so that it uses that block's weights."""

@@ -39,11 +39,10 @@ from hpc_train.experiment.validate.slurm_rules import max_nodes, ranks_on_each_n
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, is_started_by_slurm
-from hpc_train.run import processes
+from hpc_train.run import processes, weight_source
 from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import training_experiment
 from hpc_train.run.found_micro_batch import Found, keep, kept
-from hpc_train.run.weight_source import with_source
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.compiling import compile_error
 from hpc_train.training.datasets.base import DataSource
@@ -52,17 +51,17 @@ from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.device import Precision, choose_device, choose_precision, set_determinism
-from hpc_train.training.distributed.lost_peers import peer_lost
+from hpc_train.training.distributed.backends import peer_lost
+from hpc_train.training.distributed.device import choose_device, choose_precision, set_determinism
 from hpc_train.training.distributed.process_group import join
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.rank import Rank
 from hpc_train.training.rank_exit import TrialError, out_of_memory
 from hpc_train.training.step import train_step
 from hpc_train.training.strategies.base import RankContext
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.strategies.batchnorm import has_batchnorm
 from hpc_train.training.tasks.base import make_task, target_spec
 from hpc_train.training.train_state import TrainState, build
 
@@ -262,24 +261,10 @@ class _Place:
     """Objects that are the same for all sizes."""
 
     experiment: Experiment
-    facts: RankFacts
-    degrees: Degrees
-    device: torch.device
-    precision: Precision
+    context: RankContext
     source: DataSource
     #: One training sample, as a loader yields it.
     sample: Batch
-
-    @property
-    def context(self) -> RankContext:
-        return RankContext(
-            rank=self.facts.rank,
-            degrees=self.degrees,
-            device=self.device,
-            precision=self.precision,
-            channels_last=self.experiment.model.channels_last,
-            parallel=self.experiment.parallel,
-        )
 
 
 def run_trials(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection) -> None:
@@ -297,7 +282,9 @@ def run_trials(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Con
     torch.cuda.set_per_process_memory_fraction(free * _PART / total, device)
     source = build_source(experiment.data)
     sample = one_sample(source, experiment, degrees, facts.rank, _Unnoted(paths, attempt, facts.rank))
-    place = _Place(experiment, facts, degrees, device, precision, source, sample)
+    options = experiment.model.channels_last, experiment.parallel
+    context = RankContext(facts.rank, degrees, device, precision, *options)
+    place = _Place(experiment, context, source, sample)
     for size in sizes:
         _train_and_evaluate(place, size)
         _clear(experiment)
@@ -340,19 +327,18 @@ def one_sample(
 def _train_and_evaluate(place: _Place, size: int) -> None:
     """Train and evaluate enough to reach peak memory, with micro-batches of ``size``. Collective."""
     experiment = place.experiment.with_micro_batch_size(size)
-    arithmetic = BatchArithmetic.of(
-        experiment.optimization, len(place.source.train), place.degrees.data_ranks
-    )
+    context, info = place.context, place.source.info
+    data_ranks = context.degrees.data_ranks
+    arithmetic = BatchArithmetic.of(experiment.optimization, len(place.source.train), data_ranks)
     # Built again for each size: a pipeline or a compiled model keeps the first shapes it saw.
-    train_state = build(with_source(experiment, None), place.source.info, arithmetic, place.context)
+    train_state = build(weight_source.with_source(experiment, None), info, arithmetic, context)
     _refuse_batchnorm(experiment, train_state)
-    task = make_task(experiment, place.source.info)
+    task = make_task(experiment, info)
     if train_state.optimization.scaler is not None:  # an overflow would skip the step
         train_state.optimization.scaler.load_state_dict(
             train_state.optimization.scaler.state_dict() | {"scale": 1.0}
         )
-    to_input = make_to_input(experiment, place.source.info, place.device, place.precision)
-    forward = TrainingForward.of(experiment, train_state, task, place.precision, place.device, to_input)
+    forward = TrainingForward.of(experiment, info, train_state, task, context.precision, context.device)
     # Take every step whatever the loss, so that the optimizer allocates its state.
     config = experiment.optimization.model_copy(update={"on_non_finite": "stop", "on_spike": None})
     guard = Guard(config, train_state.model, norm_counts=False)
@@ -360,7 +346,7 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     strategy, slots = place.experiment.parallel.strategy, arithmetic.accumulation
     whole = replace(place.sample.repeated(size), weight=1 / arithmetic.micro_batches)
     count = min(slots, 2) if traits_of(strategy).runs_one_by_one else slots
-    batches = [replace(whole, number=whole.number + slot * place.degrees.data_ranks) for slot in range(count)]
+    batches = [replace(whole, number=whole.number + slot * data_ranks) for slot in range(count)]
     train_state.wrapped.train()
     for step in range(_STEPS):
         train_step(train_state, step, batches, forward, guard, config.clip_grad_norm)

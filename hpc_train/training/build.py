@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,14 +19,10 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
-from hpc_train.run import evaluation_jobs
-from hpc_train.run.checkpoints import VERIFIED, committed, newest_attempt
+from hpc_train.run import checkpoints, evaluation_jobs, metric_rows, weight_source
 from hpc_train.run.digests import DigestWriter, StepDigest
-from hpc_train.run.metric_rows import evaluation_rows
-from hpc_train.run.weight_source import pinned, with_source
-from hpc_train.training import batch_size_search
+from hpc_train.training import batch_size_search, compiling, evaluation_outputs, non_finite
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
-from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.datasets.batches import TrainingBatches, training_batches
 from hpc_train.training.datasets.building import build_source
@@ -35,31 +31,17 @@ from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
-from hpc_train.training.evaluation_outputs import (
-    EvaluationFiles,
-    KeepsFiles,
-    Pictures,
-    TaskFiles,
-    TextSamples,
-)
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.loop import AutoInterval, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
-from hpc_train.training.non_finite import (
-    Guard,
-    RollbackError,
-    SpikeRecorder,
-    check_rollbacks,
-    spike_rule,
-)
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.state_digests import PartDigests
-from hpc_train.training.step import Observers, StepObserver
+from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
@@ -102,7 +84,8 @@ def train_again(run: TrainingRun, stretch: Stretch) -> bool | None:
 
 def free_memory(rank: Rank) -> None:
     """Free what the last training on this rank occupied, before everything is built again."""
-    rank.rebuilds()
+    rank.progress.forget_phases()
+    rank.progress.at("building")
     gc.collect()  # modules under FSDP are in reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -133,7 +116,7 @@ def _train_once(run: TrainingRun) -> bool | None:
     begin = None if run.stretch is None else run.stretch.begin
     start = resumed(rank, checkpointer, train_state, run.source, begin)
     skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
-    check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
+    non_finite.check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
     start = replace(start, position=Position(start.position.step, skipped))
     rank.note("loaded")
     if run.stretch is None:
@@ -143,7 +126,7 @@ def _train_once(run: TrainingRun) -> bool | None:
         trainer = _trainer(run, train_state, checkpointer, start, stack)
         try:
             is_done = trainer.train()
-        except RollbackError as back:
+        except non_finite.RollbackError as back:
             _go_back(run, start.position, back)
             return None
         if trainer.status is not None and is_done:
@@ -159,13 +142,13 @@ def _to_build(run: TrainingRun) -> Experiment:
     rank = run.rank
     if rank.experiment.model.init_from is None:
         return rank.experiment
-    has_weights = bool(committed(run.paths)) if run.stretch is None else run.stretch.begin > 0
+    has_weights = bool(checkpoints.committed(run.paths)) if run.stretch is None else run.stretch.begin > 0
     if Agreement(rank.group, rank.flag).rank_0_says(has_weights):
-        return with_source(rank.experiment, None)
-    return pinned(run.paths, rank.experiment)
+        return weight_source.with_source(rank.experiment, None)
+    return weight_source.pinned(run.paths, rank.experiment)
 
 
-def _go_back(run: TrainingRun, start: Position, back: RollbackError) -> None:
+def _go_back(run: TrainingRun, start: Position, back: non_finite.RollbackError) -> None:
     """Record which data the run skips from now on. The same on every rank."""
     window = next(Position(back.step, start.skipped).windows())
     run.skipped, run.rolled_back_at = run.skipped | {window}, back.step + 1
@@ -177,7 +160,7 @@ def _checkpointer(run: TrainingRun, train_state: TrainState) -> Checkpointer:
     rank = run.rank
     return Checkpointer(
         run.paths,
-        rank.attempt if run.stretch is None else newest_attempt(run.paths),
+        rank.attempt if run.stretch is None else checkpoints.newest_attempt(run.paths),
         train_state.strategy,
         rank.facts.rank,
         rank.facts.world_size,
@@ -195,29 +178,29 @@ def _trainer(
     training = _training_batches(run, start.position, task)
     stack.callback(training.close)
     agreement = Agreement(rank.group, rank.flag)
-    rule, acts = spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
+    rule, acts = non_finite.spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
     recorder = None
     if run.spikes is not None and run.digests is not None:
-        recorder = SpikeRecorder(
+        recorder = non_finite.SpikeRecorder(
             run.spikes, run.digests.steps, training.sampler.samples, None if acts else rule
         )
     digests = _observer(run, train_state, recorder)
     meters = _meters(run, digests)
-    observer, verification = digests, None
+    observers, verification = [] if digests is None else [digests], None
     if config.recovery.verify_every_steps is not None and run.stretch is None:
         steps = range(start.position.step, run.last_step)
         verification = Verification(rank, train_state, checkpointer.ranks, training, steps, start)
-        observer = Observers([verification, digests])
+        observers.insert(0, verification)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
-    compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
+    compilation = stack.enter_context(compiling.watched(config.compile, _on_compilation(rank, status)))
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
-    forward = _forward(run, train_state, task, progress, observer)
-    rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
+    forward = _forward(run, train_state, task, progress, observers)
+    rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     if status is not None:
         status.best = selection.shown_best
-    guard = Guard(
+    guard = non_finite.Guard(
         config.optimization,
         train_state.model,
         norm_counts=not rank.precision.needs_scaler,
@@ -233,7 +216,7 @@ def _trainer(
         forward=forward,
         training=training,
         step=start.position.step,
-        cadence=Cadence.of(
+        cadence=Cadence(
             config.evaluation,
             config.checkpoint,
             run.last_step,
@@ -257,7 +240,7 @@ def _trainer(
         status=status,
         profiler=_profiler(run, meters, stack),
         request_evaluation=partial(evaluation_jobs.request, run.paths) if rank.is_first else None,
-        observer=observer,
+        observers=observers,
         interval=run.interval,
     )
 
@@ -270,14 +253,14 @@ def _evaluates_by_job(run: TrainingRun) -> bool:
 
 def _observer(
     run: TrainingRun, train_state: TrainState, recorder: DigestWriter[StepDigest] | None
-) -> StepObserver:
-    """Return the observer of a replay, or that of the file's digests. Collective."""
+) -> StepObserver | None:
+    """Return the observer of a replay, or that of the file's digests, if any. Collective."""
     rank = run.rank
     if run.stretch is not None:
         return run.stretch.observe(run, train_state)
     mode = digests_mode(rank.experiment, rank.device)
     if mode == "off":
-        return StepObserver()
+        return None
     files, every = run.digests, rank.experiment.checkpoint.parts_every
     parts = None
     if mode == "parts":
@@ -288,21 +271,19 @@ def _observer(
 
 
 def _forward(
-    run: TrainingRun, train_state: TrainState, task: Task, progress: StepProgress, observer: StepObserver
+    run: TrainingRun,
+    train_state: TrainState,
+    task: Task,
+    progress: StepProgress,
+    observers: Sequence[StepObserver],
 ) -> TrainingForward:
-    rank = run.rank
-    to_input = make_to_input(rank.experiment, run.source.info, rank.device, rank.precision)
-    return TrainingForward.of(
-        rank.experiment,
-        train_state,
-        task,
-        rank.precision,
-        rank.device,
-        to_input,
-        on_begin=progress.begin_forward,
-        on_end=progress.end_forward,
-        on_loss=observer.loss_computed,
-    )
+    def on_loss(batch: Batch, loss: Tensor) -> None:
+        for observer in observers:
+            observer.loss_computed(batch, loss)
+
+    rank, info = run.rank, run.source.info
+    forward = TrainingForward.of(rank.experiment, info, train_state, task, rank.precision, rank.device)
+    return replace(forward, on_begin=progress.begin_forward, on_end=progress.end_forward, on_loss=on_loss)
 
 
 def _evaluator(
@@ -316,15 +297,16 @@ def _evaluator(
 
     def sampled(batch: Batch) -> Tensor:
         rank.progress.at("sampling text", batch.step, part=batch.number)
-        logits: Tensor = forward.outputs(train_state.wrapped, batch)
-        return logits
+        return forward.outputs(train_state.wrapped, batch)
 
     outputs = [
-        TextSamples.of(rank.experiment, source, task, sampled),
-        Pictures.of(rank.experiment, source, task, rank.group.control),
-        TaskFiles(task) if rank.is_first and isinstance(task, KeepsFiles) else None,
+        evaluation_outputs.TextSamples.of(rank.experiment, source, task, sampled),
+        evaluation_outputs.Pictures.of(rank.experiment, source, task, rank.group.control),
+        evaluation_outputs.TaskFiles(task)
+        if rank.is_first and isinstance(task, evaluation_outputs.KeepsFiles)
+        else None,
     ]
-    folder = EvaluationFiles(rank.paths) if rank.is_first else None
+    folder = evaluation_outputs.EvaluationFiles(rank.paths) if rank.is_first else None
     enabled = [output for output in outputs if output is not None]
     return Evaluator(train_state, forward, validation, agreement, rank.progress, enabled, folder)
 
@@ -344,7 +326,7 @@ def _training_batches(run: TrainingRun, position: Position, task: Task) -> Train
     )
 
 
-def _meters(run: TrainingRun, observer: StepObserver) -> Meters:
+def _meters(run: TrainingRun, observer: StepObserver | None) -> Meters:
     config = run.rank.experiment
     return Meters(
         run.rank.attempt,
@@ -413,7 +395,7 @@ def _saves(
     train_state: TrainState,
     checkpointer: Checkpointer,
     meters: Meters,
-    guard: Guard,
+    guard: non_finite.Guard,
     selection: ModelSelection,
     start: Resumed,
     verification: Verification | None,
@@ -423,7 +405,7 @@ def _saves(
     def extra_at(step: int) -> dict[str, Any]:
         position = Position(step, start.position.skipped)
         facts = extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
-        verified = {} if verification is None else {VERIFIED: verification.verified}
+        verified = {} if verification is None else {checkpoints.VERIFIED: verification.verified}
         return facts | selection.extra() | verified
 
     def on_saved(save: Save) -> None:

@@ -12,19 +12,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.experiment.config.training_sections import CompileConfig
-from hpc_train.run.processes import FOLDER_VARIABLE
-from hpc_train.run.storage_errors import named_errors
-from hpc_train.run.trust import check_own
+from hpc_train.run import processes, storage_errors, trust
 
 #: Recompilations that one block may cause beyond its first: training and evaluation, with and without
 #: gradients. Assumed.
@@ -73,16 +70,16 @@ def _check_caches() -> None:
 
     The run folder's cache is checked before ranks start (``run.trust``).
     """
-    run_folder = os.environ.get(FOLDER_VARIABLE)
+    run_folder = os.environ.get(processes.FOLDER_VARIABLE)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not os.environ.get(name):
             continue
         folder = Path(os.environ[name]).absolute()
         if run_folder and folder.is_relative_to(run_folder):
             continue
-        with named_errors(folder):
+        with storage_errors.named_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(folder.resolve())
+        trust.check_own(folder.resolve())
 
 
 @contextmanager
@@ -136,21 +133,19 @@ def watched(config: CompileConfig, on_change: Callable[[int, float], None]) -> I
     second argument is the total seconds of earlier compilations.
     """
     compilation = Compilation(on_change)
-    with ExitStack() as stack:
-        if config.enabled:
-            handler = torch._dynamo.callback.callback_handler
-            for call, calls in (
-                (compilation.begin, handler.start_callbacks),
-                (compilation.end, handler.end_callbacks),
-            ):
-                calls.append(call)
-                stack.callback(_without, calls, call)
+    if not config.enabled:
         yield compilation
-
-
-def _without(calls: list[Any], call: Callable[..., None]) -> None:
-    with suppress(ValueError):  # torch._dynamo.reset removes all
-        calls.remove(call)
+        return
+    handler = torch._dynamo.callback.callback_handler
+    calls = (handler.start_callbacks, compilation.begin), (handler.end_callbacks, compilation.end)
+    for callbacks, call in calls:
+        callbacks.append(call)
+    try:
+        yield compilation
+    finally:
+        for callbacks, call in calls:
+            with suppress(ValueError):  # torch._dynamo.reset removes all
+                callbacks.remove(call)
 
 
 def begin_forward(config: CompileConfig, device: torch.device) -> None:

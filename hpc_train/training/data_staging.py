@@ -27,15 +27,7 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import expanded
-from hpc_train.run.files import (
-    UnreadableFileError,
-    free_space,
-    open_descriptor,
-    read_json,
-    sync_file,
-    sync_folder,
-    write_json,
-)
+from hpc_train.run import files
 from hpc_train.run.trust import UntrustedError, check_own
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.packed import DamagedPackError, Pack, find_pack
@@ -68,7 +60,11 @@ def staged(rank: Rank) -> DataConfig:
     progress = _Parts(rank.progress)
     try:
         copy = copy_of(find_pack(data), stage_folder(data.stage))
-        has_copy = _make(rank, copy, progress) if rank.facts.local_rank == 0 else _wait(rank, copy, progress)
+        if rank.facts.local_rank == 0:
+            has_copy = _make(rank, copy, progress)
+        else:
+            file = rank.paths.attempt(rank.attempt).staging(rank.node)
+            has_copy = _outcome(file, progress, lambda: copy.copied).get("has_copy") is True
     except NoCopyError as error:  # the same on all ranks of the node
         has_copy = _warn(rank, error)
     progress.at(1.0)
@@ -88,9 +84,9 @@ def verified(rank: Rank, source: DataSource) -> DataSource:
         try:
             source.verify(progress.at)
         except BadFileError as error:
-            write_json(file, {"version": 1, "problem": str(error)})
+            files.write_json(file, {"version": 1, "problem": str(error)})
             raise
-        write_json(file, {"version": 1, "problem": None})
+        files.write_json(file, {"version": 1, "problem": None})
     else:
         begin = time.monotonic()
         outcome = _outcome(file, progress, lambda: min(1.0, (time.monotonic() - begin) / CHECK_LIMIT_S))
@@ -102,7 +98,7 @@ def verified(rank: Rank, source: DataSource) -> DataSource:
 
 def _outcome(file: Path, progress: _Parts, fraction: Callable[[], float]) -> dict[str, Any]:
     """Wait for what the first rank of the node writes, and report the fraction done meanwhile."""
-    while (outcome := read_json(file)) is None:
+    while (outcome := files.read_json(file)) is None:
         progress.at(fraction())
         time.sleep(_POLL_S)
     return outcome
@@ -130,14 +126,10 @@ def _make(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
         _log.info("data.stage: %s %s", copy.path, "is there already" if was_there else "has been copied")
     except NoCopyError as error:
         has_copy = _warn(rank, error)
-    write_json(rank.paths.attempt(rank.attempt).staging(rank.node), {"version": 1, "has_copy": has_copy})
+    files.write_json(
+        rank.paths.attempt(rank.attempt).staging(rank.node), {"version": 1, "has_copy": has_copy}
+    )
     return has_copy
-
-
-def _wait(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
-    """Wait for the first rank of the node; return True if it has a copy."""
-    file = rank.paths.attempt(rank.attempt).staging(rank.node)
-    return _outcome(file, progress, lambda: copy.copied).get("has_copy") is True
 
 
 def _warn(rank: Rank, error: NoCopyError) -> bool:
@@ -208,7 +200,7 @@ class PackCopy:
                 if not self.is_complete:
                     self._check_room()
                     self._copy(report)
-        except (UntrustedError, UnreadableFileError) as error:
+        except (UntrustedError, files.UnreadableFileError) as error:
             raise NoCopyError(str(error)) from error
         except OSError as error:
             raise NoCopyError(f"{error.filename or self.folder}: {error.strerror or error}") from error
@@ -223,7 +215,7 @@ class PackCopy:
 
     @contextmanager
     def _locked(self, report: Callable[[float], None]) -> Iterator[None]:
-        lock = open_descriptor(self.folder / ".lock", os.O_RDWR | os.O_CREAT)
+        lock = files.open_descriptor(self.folder / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             while True:
                 try:
@@ -238,7 +230,7 @@ class PackCopy:
 
     def _check_room(self) -> None:
         self._partial.unlink(missing_ok=True)
-        free = free_space(self.folder)
+        free = files.free_space(self.folder)
         needed = self.source.nbytes + _SPARE_BYTES
         if free is not None and free < needed:
             raise NoCopyError(
@@ -260,12 +252,12 @@ class PackCopy:
                     if offset % _SYNC_BYTES < len(chunk):
                         os.fdatasync(out.fileno())
                     report(offset / nbytes)
-                sync_file(out.fileno())
+                files.sync_file(out.fileno())
             self._partial.rename(self.path)
         except OSError:
             self._partial.unlink(missing_ok=True)
             raise
-        sync_folder(self.folder)
+        files.sync_folder(self.folder)
 
 
 def copy_of(source: Pack, folder: Path) -> PackCopy:

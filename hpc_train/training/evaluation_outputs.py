@@ -73,9 +73,7 @@ class EvaluationOutput:
         """An evaluation under this prefix of the metrics' names begins, perhaps again."""
 
     def add(self, prefix: str, outputs: Any, moved: Batch, batch: Batch) -> None:
-        """A batch was evaluated. ``moved``: the batch on the device, its images normalized. Only on ranks
-        that own a loss.
-        """
+        """A batch was evaluated; on ranks that own a loss. ``moved``: on the device, images normalized."""
 
     def files(self, step: int, sums: Sums) -> dict[str, bytes]:
         """Return file name → content after the evaluation at ``step``; only rank 0's are written.
@@ -233,7 +231,10 @@ def on_rank_0(
     Each picture is on one rank at most. The others add zeros, so that two reductions gather all pictures and
     their descriptions.
     """
-    contents = {number: _bytes_of(picture) for number, picture in drawn.items()}
+    contents = {
+        number: picture.tobytes() + json.dumps(picture.info.get(drawing.DESCRIPTION, {})).encode()
+        for number, picture in drawn.items()
+    }
     sizes_K3 = torch.zeros(count, 3, dtype=torch.int64)
     for number, picture in drawn.items():
         sizes_K3[number] = torch.tensor([*picture.size, len(contents[number])])
@@ -247,22 +248,13 @@ def on_rank_0(
         dist.all_reduce(pixels, group=group)  # along the ring: a reduce would connect rank 0 with every rank
     if dist.get_rank() != 0:
         return {}
-    return {
-        number: _picture_of(bytes(part.numpy()), width, height)
-        for number, (part, (width, height, _)) in enumerate(zip(parts, sizes_K3.tolist(), strict=True))
-        if len(part) > 0
-    }
-
-
-def _bytes_of(picture: Image.Image) -> bytes:
-    """Return the pixels, RGB, and the description."""
-    return picture.tobytes() + json.dumps(picture.info.get(drawing.DESCRIPTION, {})).encode()
-
-
-def _picture_of(content: bytes, width: int, height: int) -> Image.Image:
-    pixels = 3 * width * height
-    picture = Image.frombytes("RGB", (width, height), content[:pixels])
-    return drawing.described(picture, **json.loads(content[pixels:]))
+    pictures = {}
+    for number, (part, (width, height, _)) in enumerate(zip(parts, sizes_K3.tolist(), strict=True)):
+        if len(part) > 0:
+            content, size = bytes(part.numpy()), 3 * width * height
+            picture = Image.frombytes("RGB", (width, height), content[:size])
+            pictures[number] = drawing.described(picture, **json.loads(content[size:]))
+    return pictures
 
 
 def rgb(image_CHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -81,29 +81,29 @@ def without_weights(model: nn.Module) -> nn.Module | None:
 
     Allocates nothing and runs no code of the model except its ``__deepcopy__``, if any.
     """
-    tensors = (*model.parameters(), *model.buffers())
+    copies: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     try:
-        return copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+        return copy.deepcopy(model, copies)
     except Exception as error:  # from any attribute of the model
         _log_uncounted(f"the model can't be copied: {error}")
         return None
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
+@dataclass
 class FlopCount:
     """The FLOPs per sample, counted in a child process while training continues."""
 
-    def __init__(self, model: nn.Module, task: Task, to_input: Callable[[Batch], Batch]) -> None:
-        """``model``: of ``without_weights``; ``to_input``: as in training, but to the meta device."""
-        self._model = model
-        self._task = task
-        self._to_input = to_input
-        self._call: ForkedCall | None = None
-        self._per_sample: float | None = None
+    #: Of ``without_weights``.
+    model: nn.Module
+    task: Task
+    #: As in training, but to the meta device.
+    to_input: Callable[[Batch], Batch]
+    _call: ForkedCall | None = None
+    _per_sample: float | None = None
 
     def start(self, batch: Batch) -> None:
         """Count a micro-batch, as the loader yields it. Call before this process's first backward pass."""
@@ -129,7 +129,7 @@ class FlopCount:
         """Return the FLOPs per sample, or why they are unknown. Runs in the child."""
         torch.set_deterministic_debug_mode("default")
         try:
-            return count_flops(self._model, self._task, self._to_input(batch)) / len(batch.valid)
+            return count_flops(self.model, self.task, self.to_input(batch)) / len(batch.valid)
         except Exception as error:  # from the code of the model or the task
             first_line = f"{error}".partition("\n")[0]
             return (

@@ -22,10 +22,9 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training.compiling import begin_forward
 from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.random_numbers import hash_words
+from hpc_train.training.datasets.random_numbers import hash_words, seed_forward
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.device import Precision
-from hpc_train.training.distributed.seeds import seed_forward
 from hpc_train.training.tasks.base import Task, mean_loss, total_weight, weighs_batches
 from hpc_train.training.train_state import TrainState
 
@@ -109,14 +108,11 @@ class TrainingForward:
     def of(
         cls,
         experiment: Experiment,
+        info: DataInfo,
         state: TrainState,
         task: Task,
         precision: Precision,
         device: torch.device,
-        to_device: Callable[[Batch], Batch],
-        on_begin: Callable[[Batch], None] = lambda batch: None,
-        on_end: Callable[[], None] = lambda: None,
-        on_loss: Callable[[Batch, Tensor], None] = lambda batch, loss: None,
     ) -> TrainingForward:
         """Return the forward for the file, with autocast if the strategy needs it."""
 
@@ -129,13 +125,10 @@ class TrainingForward:
             device,
             experiment.compile,
             context,
-            to_device,
+            make_to_input(experiment, info, device, precision),
             state.optimization.scale,
-            on_begin,
-            on_end,
-            Mixing.of(experiment, task),
-            TrainingSums.of(task, device),
-            on_loss,
+            mixing=Mixing.of(experiment, task),
+            training_sums=TrainingSums.of(task, device),
         )
 
     def to_input(self, batch: Batch) -> Batch:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
@@ -37,6 +38,7 @@ from hpc_train.training.train_state import TrainState
 from hpc_train.training.verification import WrongResultError
 
 
+@dataclass
 class Saves:
     """Every rank has one. ``extra``: step → the content of a checkpoint besides tensors.
 
@@ -44,73 +46,67 @@ class Saves:
     step are synced to the disk.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        state: TrainingState,
-        meters: Meters,
-        extra: Callable[[int], dict[str, Any]],
-        on_saved: Callable[[Save], None],
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._state = state
-        self._meters = meters
-        self._extra = extra
-        self._on_saved = on_saved
-        self._rows_are_written = threading.Event()
+    checkpointer: Checkpointer
+    state: TrainingState
+    meters: Meters
+    extra: Callable[[int], dict[str, Any]]
+    on_saved: Callable[[Save], None]
+    _rows_are_written: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
         self._rows_are_written.set()
 
     @property
     def has_failed(self) -> bool:
         """True if this rank's part of the save in progress has failed; ``finish`` raises on all ranks."""
-        return self._checkpointer.has_failed
+        return self.checkpointer.has_failed
 
     @property
     def is_busy(self) -> bool:
         """True if a save is in progress and has not failed."""
-        return self._checkpointer.is_busy
+        return self.checkpointer.is_busy
 
     def reserve(self) -> None:
         """Allocate the staging memory; called once the optimizer's state exists."""
-        self._checkpointer.reserve(self._state)
+        self.checkpointer.reserve(self.state)
 
     def begin(self, step: int) -> None:
         """Begin to save ``step``; an earlier save is finished first. Collective, at a step's boundary."""
         self.finish()
         self._rows_are_written.clear()
-        self._meters.exchange_digests()
-        self._checkpointer.begin(self._state, step, self._extra(step), before_commit=self._sync_rows)
+        self.meters.exchange_digests()
+        self.checkpointer.begin(self.state, step, self.extra(step), before_commit=self._sync_rows)
 
     def wait_staged(self) -> None:
         """Wait until the weights may change again."""
-        self._checkpointer.wait_staged()
+        self.checkpointer.wait_staged()
         if not self._rows_are_written.is_set():
-            self._meters.drain(wait=True)
+            self.meters.drain(wait=True)
             self._rows_are_written.set()
 
     def collect(self) -> None:
         """Report a save that has been committed meanwhile; never waits."""
-        self._note_saved(self._checkpointer.collect())
+        self._note_saved(self.checkpointer.collect())
 
     def finish(self) -> None:
         """Wait for the save in progress. Raises its error, of the same class on every rank."""
         self.wait_staged()
-        self._note_saved(self._checkpointer.finish())
+        self._note_saved(self.checkpointer.finish())
 
     def close(self) -> None:
         """Finish, and wait until old checkpoints are removed. At the end of the run, or before a rollback."""
         self.finish()
-        self._checkpointer.close()
-        self._checkpointer.clear_up()
+        self.checkpointer.close()
+        self.checkpointer.clear_up()
 
     def _note_saved(self, save: Save | None) -> None:
         if save is not None:
-            self._on_saved(save)
+            self.on_saved(save)
 
     def _sync_rows(self) -> None:
         """Sync the rows of metrics. Runs in the writer's thread."""
         self._rows_are_written.wait()
-        self._meters.sync()
+        self.meters.sync()
 
 
 class NoSaves(Saves):
@@ -122,23 +118,10 @@ class NoSaves(Saves):
     def __init__(self) -> None:
         """Create no staging memory."""
 
-    def reserve(self) -> None:
+    def begin(self, step: int = 0) -> None:
         """Do nothing; so do the other methods."""
 
-    def begin(self, step: int) -> None:
-        """Do nothing."""
-
-    def wait_staged(self) -> None:
-        """Do nothing."""
-
-    def collect(self) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    reserve = wait_staged = collect = finish = close = begin
 
 
 #: How long a rank waits for its data before ranks check again whether to stop (assumed).
@@ -149,36 +132,24 @@ _DATA_PAUSE_S = 0.05
 class Cadence:
     """The steps that are evaluated and saved: functions of the step, so that a resumed run does the same.
 
-    ``save_every_s`` is None if saves are due by steps. ``by_job``: jobs evaluate.
+    ``by_job``: jobs evaluate.
     """
 
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
     total_steps: int
-    evaluate_every: int
-    save_every: int | None
-    save_every_s: float | None
-    keep_every: int | None = None
+    steps_per_epoch: int
     by_job: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        evaluation: EvaluationConfig,
-        checkpoint: CheckpointConfig,
-        total_steps: int,
-        steps_per_epoch: int,
-        *,
-        by_job: bool = False,
-    ) -> Cadence:
-        """Read it from the file."""
-        minutes = minutes_between_saves(checkpoint)
-        return cls(
-            total_steps=total_steps,
-            evaluate_every=evaluation_interval(evaluation, steps_per_epoch),
-            save_every=checkpoint.every_steps,
-            save_every_s=None if minutes is None else minutes * 60,
-            keep_every=checkpoint.keep_every,
-            by_job=by_job,
-        )
+    @cached_property
+    def save_every_s(self) -> float | None:
+        """Seconds between saves; None if they are due by steps."""
+        minutes = minutes_between_saves(self.checkpoint)
+        return None if minutes is None else minutes * 60
+
+    @cached_property
+    def _evaluate_every(self) -> int:
+        return evaluation_interval(self.evaluation, self.steps_per_epoch)
 
     def evaluates(self, step: int) -> bool:
         """Return True if the ranks evaluate after ``step``."""
@@ -189,11 +160,11 @@ class Cadence:
         return self.by_job and self._evaluation_is_due(step)
 
     def _evaluation_is_due(self, step: int) -> bool:
-        return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
+        return step > 0 and (step % self._evaluate_every == 0 or step == self.total_steps)
 
     def saves(self, step: int) -> bool:
         """Return True if ``step`` is saved regardless of time; the last step always is."""
-        intervals = [every for every in (self.save_every, self.keep_every) if every is not None]
+        intervals = filter(None, (self.checkpoint.every_steps, self.checkpoint.keep_every))
         is_due = step == self.total_steps or any(step % every == 0 for every in intervals)
         return is_due or self.evaluates_by_job(step)
 
@@ -264,7 +235,7 @@ class Trainer:
     profiler: StepProfiler | None = None
     #: Requests the evaluation of a step's checkpoint by a job; on rank 0 only.
     request_evaluation: Callable[[int], None] | None = None
-    observer: StepObserver = field(default_factory=StepObserver)
+    observers: Sequence[StepObserver] = ()
     _save_began_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> bool:
@@ -279,11 +250,9 @@ class Trainer:
                 return False
             if self.selection.saves(self.step):  # again: the checkpoint is now the best
                 self._begin_save()
-        if self._has_stopped_early():
-            self._saving(self.saves.close)
-            return True
         self.state.wrapped.train()
-        for step, batches in self.meters.times.reading(self.training):
+        steps = () if self.selection.has_stopped else self.meters.times.reading(self.training)
+        for step, batches in steps:
             agreed = self._one_step(step, batches)
             if (
                 agreed.stop
@@ -295,9 +264,9 @@ class Trainer:
                 self._begin_save()
                 saved_step = self.step
             self.saves.collect()
-            if self._has_stopped_early():
+            if self.selection.has_stopped:
                 break
-        assert self._has_stopped_early() or self.step == self.cadence.total_steps
+        assert self.selection.has_stopped or self.step == self.cadence.total_steps
         assert saved_step == self.step, "the last step is saved"
         self._saving(self.saves.close)
         return True
@@ -323,7 +292,7 @@ class Trainer:
         has_row, sums = self.meters.train_row_is_due(step + 1), self.forward.training_sums
         sums.begin(is_due=has_row)
         # Wait for a save that is still copying the weights before they change.
-        hooks = self.saves.wait_staged, self.observer
+        hooks = self.saves.wait_staged, self.observers
         try:
             done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
         except WrongResultError as wrong:
@@ -402,9 +371,6 @@ class Trainer:
                     self._begin_save()
                     raise
         return True
-
-    def _has_stopped_early(self) -> bool:
-        return self.selection.has_stopped
 
     def _evaluation_is_missing(self) -> bool:
         """Return True if the current step should have been evaluated but the evaluation was cut short."""

@@ -20,12 +20,9 @@ from hpc_train.rank.env import RankFacts
 from hpc_train.registry import split_name, target_of
 from hpc_train.run.attempts import read_record
 from hpc_train.run.create import training_experiment
-from hpc_train.training.build import train
-from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
+from hpc_train.training import build, evaluation, rank_exit, replaying
 from hpc_train.training.distributed import log_stream
 from hpc_train.training.rank import joined
-from hpc_train.training.rank_exit import report
-from hpc_train.training.replaying import replay
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
@@ -38,11 +35,11 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO if facts.rank == 0 else logging.WARNING)
         with joined(paths, attempt, facts, flag) as rank:
             if paths.replayed_steps.is_file():
-                return replay(rank)
+                return replaying.replay(rank)
             is_evaluation = paths.evaluated_checkpoint.is_file()
-            return evaluate_checkpoint(rank) if is_evaluation else train(rank)
+            return evaluation.evaluate_checkpoint(rank) if is_evaluation else build.train(rank)
     except BaseException as error:
-        return report(error, paths, attempt, facts, flag)
+        return rank_exit.report(error, paths, attempt, facts, flag)
 
 
 def import_parts(paths: RunPaths, attempt: int) -> None:

@@ -43,9 +43,7 @@ from hpc_train.training.distributed.device import Precision, choose_precision
 from hpc_train.training.flops import unpacked_sequences
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.live_memory import LiveMemory, MemoryLabels, ShardSizes
-from hpc_train.training.models.blocks import find_blocks
-from hpc_train.training.models.building import build_model
-from hpc_train.training.models.splitting import split_model
+from hpc_train.training.models import blocks, building, splitting
 from hpc_train.training.non_finite import NoGuard
 from hpc_train.training.step import train_step
 from hpc_train.training.strategies import ddp
@@ -135,7 +133,7 @@ class PredictedStep:
         """Simulate the rank with tensors without data; yield the model and its memory recorder."""
         config = self.experiment.model.model_copy(update={"pretrained": False, "init_from": None})
         with torch.device("meta"):
-            model = build_model(config, self.info)
+            model = building.build_model(config, self.info)
         with _process_group(self._few.world_size, self._few_rank), ExitStack() as stack:
             stack.enter_context(patch.object(ddp, "DistributedDataParallel", BucketedGradients))
             stack.enter_context(patch.object(DeviceMesh, "__init__", _with_data(DeviceMesh.__init__)))
@@ -203,17 +201,19 @@ class PredictedStep:
 
     def _run(self, model: nn.Module, memory: LiveMemory, slots: int) -> Prediction:
         experiment, precision = self.experiment, self._precision
-        to_input = make_to_input(experiment, self.info, _CPU, precision)
         micro_batches = self._arithmetic.micro_batches
         size = self.experiment.optimization.global_batch_size // micro_batches
         whole = replace(_without_data(self.sample).repeated(size), weight=1 / micro_batches)
         batches = [replace(whole, number=slot * self.degrees.data_ranks) for slot in range(slots)]
-        specs = self._stage_specs(model, to_input(batches[0]).inputs) if self.degrees.pipeline > 1 else None
+        specs: list[OutputSpecs] = []
+        if self.degrees.pipeline > 1:
+            to_input = make_to_input(experiment, self.info, _CPU, precision)
+            specs = self._stage_specs(model, to_input(batches[0]).inputs)
         state = self._assemble(model)
-        if specs is not None and isinstance(state.strategy, PipelineStrategy):
+        if specs and isinstance(state.strategy, PipelineStrategy):
             state.strategy.stage_specs = lambda batch, forward: specs  # type: ignore[method-assign]
         task = make_task(experiment, self.info)
-        forward = TrainingForward.of(experiment, state, task, precision, _CPU, to_input)
+        forward = TrainingForward.of(experiment, self.info, state, task, precision, _CPU)
         guard = NoGuard(experiment.optimization, state.model, norm_counts=False)
         labels = self._labels(memory, state)
         state.wrapped.train()
@@ -250,21 +250,15 @@ class PredictedStep:
 
     @property
     def _context(self) -> RankContext:
-        experiment, precision = self.experiment, self._precision
-        return RankContext(
-            rank=self._few_rank,
-            degrees=self._few,
-            device=_CPU,
-            precision=precision,
-            parallel=experiment.parallel.model_copy(update={"sync_batchnorm": False}),
-        )
+        parallel = self.experiment.parallel.model_copy(update={"sync_batchnorm": False})
+        return RankContext(self._few_rank, self._few, _CPU, self._precision, parallel=parallel)
 
     def _stage_specs(self, model: nn.Module, inputs: Any) -> list[OutputSpecs]:
         """Return the specs of tensors between stages of a pipeline, as ``PipelineStrategy.stage_specs``."""
         num_stages = self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
         dtype = self._precision.compute_dtype
         specs, values = [OutputSpecs.of(inputs)], (inputs,)
-        for stage in split_model(model, find_blocks(model), num_stages):
+        for stage in splitting.split_model(model, blocks.find_blocks(model), num_stages):
             values = tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
             parameters = {
                 name: value.to(dtype) if value.is_floating_point() else value

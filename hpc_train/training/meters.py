@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -181,37 +181,32 @@ def peak_memory(device: torch.device) -> Row:
     return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3)}
 
 
+@dataclass
 class StatusWriter:
     """Writes ``status.json`` at most half a second or one step late. Rank 0 of the owning attempt only.
 
     While the run trains, a thread writes it: all ranks would wait for a slow disk otherwise.
     """
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        attempt: int,
-        total_steps: int,
-        steps_per_epoch: int,
-        stragglers: Stragglers | None = None,
-    ) -> None:
-        self._paths, self._stragglers = paths, stragglers or Stragglers()
-        self._attempt = attempt
-        self._total_steps = total_steps
-        self._steps_per_epoch = steps_per_epoch
-        self._written_at = -math.inf
-        self._step = 0
-        self._compiling: dict[str, Any] | None = None
-        #: Returns the best evaluation so far.
-        self.best: Callable[[], dict[str, Any] | None] = lambda: None
-        #: ``errno`` of the errors that were logged.
-        self._logged: set[int | None] = set()
-        self._in_background = TimedCall[None]("status")
-        self._superseded: SupersededError | None = None
-        #: Numbers of the newest status, and of the newest that was written: one that waits in the thread
-        #: must not replace a later one.
-        self._number, self._written_number = 0, 0
-        self._lock = threading.Lock()
+    paths: RunPaths
+    attempt: int
+    total_steps: int
+    steps_per_epoch: int
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    #: Returns the best evaluation so far.
+    best: Callable[[], dict[str, Any] | None] = lambda: None
+    _written_at: float = -math.inf
+    _step: int = 0
+    _compiling: dict[str, Any] | None = None
+    #: ``errno`` of the errors that were logged.
+    _logged: set[int | None] = field(default_factory=set)
+    _in_background: TimedCall[None] = field(default_factory=lambda: TimedCall("status"))
+    _superseded: SupersededError | None = None
+    #: Numbers of the newest status, and of the newest that was written: one that waits in the thread
+    #: must not replace a later one.
+    _number: int = 0
+    _written_number: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def step_done(self, step: int) -> None:
         """Begin to write the status unless a write began within ``STATUS_EVERY_S`` or is still running.
@@ -258,12 +253,12 @@ class StatusWriter:
         return self._number, RunStatus(
             state=state,
             step=step,
-            total_steps=self._total_steps,
-            epoch=round(step / self._steps_per_epoch, 4),
-            attempt=self._attempt,
+            total_steps=self.total_steps,
+            epoch=round(step / self.steps_per_epoch, 4),
+            attempt=self.attempt,
             reason=reason,
             compiling=self._compiling,
-            slow_ranks=self._stragglers.slow() if state == "running" else None,
+            slow_ranks=self.stragglers.slow() if state == "running" else None,
             best=self.best(),
         )
 
@@ -276,15 +271,15 @@ class StatusWriter:
                     self._written_number = number
         except OSError as error:
             if is_last:
-                raise storage_error(error, self._paths.status) from error
+                raise storage_error(error, self.paths.status) from error
             if error.errno not in self._logged:
                 self._logged.add(error.errno)
-                _log.warning("%s can't be written now (%s); training continues", self._paths.status, error)
+                _log.warning("%s can't be written now (%s); training continues", self.paths.status, error)
 
     def _put(self, status: RunStatus, put: Callable[[RunPaths, RunStatus], None]) -> None:
-        if newest_attempt(self._paths) > self._attempt:
+        if newest_attempt(self.paths) > self.attempt:
             raise SupersededError(
-                f"another attempt continues this run; attempt {self._attempt} ends: its node was given up"
+                f"another attempt continues this run; attempt {self.attempt} ends: its node was given up"
             )
-        if not self._paths.cancelled.exists() or status.state == "completed":
-            put(self._paths, status)  # otherwise the cancelling command writes it
+        if not self.paths.cancelled.exists() or status.state == "completed":
+            put(self.paths, status)  # otherwise the cancelling command writes it

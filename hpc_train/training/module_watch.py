@@ -100,7 +100,8 @@ class NonFiniteSearch(ModuleWatch):
         super().__init__(model)
         #: Module, whether it is its output, and the flag, of the micro-batch that runs.
         self._events: list[tuple[str, bool, Tensor]] = []
-        self._place: dict[str, Any] | None = None
+        #: The place of the first number that is not finite.
+        self.place: dict[str, Any] | None = None
 
     def __enter__(self) -> NonFiniteSearch:
         self.register()
@@ -120,12 +121,12 @@ class NonFiniteSearch(ModuleWatch):
     def end_batch(self, number: int | None) -> None:
         """Look through the events of a micro-batch; None: of a stage whose micro-batch is not known."""
         events, self._events = self._events, []
-        if self._place is not None or not events:
+        if self.place is not None or not events:
             return
         flags = torch.stack([flag for _, _, flag in events]).tolist()
         for (name, is_output, _), is_bad in zip(events, flags, strict=True):
             if is_bad:
-                self._place = {"micro_batch": number} | self._described(name, is_output=is_output)
+                self.place = {"micro_batch": number} | self._described(name, is_output=is_output)
                 return
 
     def _described(self, name: str, *, is_output: bool) -> dict[str, Any]:
@@ -140,10 +141,6 @@ class NonFiniteSearch(ModuleWatch):
 
     def _class(self, name: str) -> str:
         return type(self._modules[name]).__name__
-
-    def first(self) -> dict[str, Any] | None:
-        """Return the place of the first number that is not finite."""
-        return self._place
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:

@@ -19,23 +19,10 @@ from torch.distributed.tensor import DTensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import OptimizerConfig, ScheduleConfig
-from hpc_train.experiment.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
-from hpc_train.experiment.topology.learning_rate import (
-    OVER_SPAN,
-    OVER_STEPS,
-    Schedule,
-    ScheduleArguments,
-)
-from hpc_train.experiment.validate.optimizer_rules import (
-    UNUSABLE_OPTIMIZERS,
-    lacking_arguments,
-    problem_of_optimizer,
-    problem_of_schedule_name,
-    unfit_fused_sgd,
-)
-from hpc_train.experiment.validate.part_rules import not_an_argument
+from hpc_train.experiment.topology import batch_arithmetic, learning_rate
+from hpc_train.experiment.validate import optimizer_rules, part_rules
 from hpc_train.training.distributed.device import Precision
-from hpc_train.training.models.patterns import parameters_by_name, selected
+from hpc_train.training.models.fine_tuning import parameters_by_name, selected
 from hpc_train.training.strategies.pieces import local_part
 
 _KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")
@@ -57,7 +44,7 @@ class Optimization:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
+        schedule: learning_rate.Schedule,
         precision: Precision,
         device: torch.device,
     ) -> None:
@@ -165,7 +152,7 @@ def make_optimizer(
     arguments = _arguments(config, kind, global_batch_size)
     if config.name.lower().removeprefix("torch/") in _FUSED:
         arguments = _with_kernel(arguments, list(parameters.values()), may_fuse=may_fuse)
-    if not may_fuse and (problem := unfit_fused_sgd(config.name, config.args)):
+    if not may_fuse and (problem := optimizer_rules.unfit_fused_sgd(config.name, config.args)):
         raise problem.as_error()
     if kind is getattr(torch.optim, "Muon", None):
         _refuse_other_than_matrices(config.name, parameters)
@@ -208,20 +195,19 @@ def _num_meshes(parameters: Iterable[nn.Parameter]) -> int:
 
 def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
     """Return a factory for the optimizer ``name``, and its class. Imports timm only for timm's optimizers."""
-    if problem := problem_of_optimizer(name, _names_of_timm):
+
+    def names_of_timm() -> list[str]:
+        from timm import optim
+
+        return cast("list[str]", optim.list_optimizers())
+
+    if problem := optimizer_rules.problem_of_optimizer(name, names_of_timm):
         raise problem.as_error()
     provider, _, rest = name.lower().rpartition("/")
     if provider != "timm" and rest in (of_torch := _torch_classes()):
         kind = of_torch[rest]
         return lambda groups, arguments: kind(groups, **arguments), kind
     return _timm_maker(rest), _timm_class(rest)
-
-
-def _names_of_timm() -> list[str]:
-    from timm import optim
-
-    names: list[str] = optim.list_optimizers()
-    return names
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -232,7 +218,7 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
         if inspect.isclass(kind)
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
-        and name.lower() not in UNUSABLE_OPTIMIZERS
+        and name.lower() not in optimizer_rules.UNUSABLE_OPTIMIZERS
     }
 
 
@@ -254,10 +240,7 @@ def _timm_maker(name: str) -> _Maker:
 
         # The factory's own default is 0, whatever the class's default is.
         default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
-        optimizer: torch.optim.Optimizer = optim.create_optimizer_v2(
-            groups, opt=name, **({"weight_decay": default} | arguments)
-        )
-        return optimizer
+        return optim.create_optimizer_v2(groups, opt=name, **({"weight_decay": default} | arguments))
 
     return make
 
@@ -269,14 +252,14 @@ def _arguments(
     taken = inspect.signature(kind).parameters
     scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
     arguments: Arguments = {"lr": config.lr * scale}
-    for problem in lacking_arguments(config, [*taken.keys() - {"self", "params", "kwargs"}]):
+    for problem in optimizer_rules.lacking_arguments(config, [*taken.keys() - {"self", "params", "kwargs"}]):
         raise problem.as_error()
     for key in ("momentum", "weight_decay"):
         if (value := getattr(config, key)) is not None:
             arguments[key] = value
     for key, value in config.args.items():
         if key in _OWN_KEYS:
-            raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
+            raise part_rules.not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
         arguments[key] = tuple(value) if isinstance(value, list) else value
     return arguments
 
@@ -346,34 +329,29 @@ def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[d
     return [group for group in groups if group["params"]]
 
 
-def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
+def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> learning_rate.Schedule:
     """Return the factor of each of ``total_steps`` steps: linear warm-up, then the schedule of ``config``.
 
     Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN`` run over the steps after it; schedules of
     ``OVER_STEPS`` count from the start of the run, so that "epoch 30" is the run's. Raises BadFileError.
     """
-    if problem := problem_of_schedule_name(config.name):
+    if problem := optimizer_rules.problem_of_schedule_name(config.name):
         raise problem.as_error()
-    warmup = _warmup_steps(config, total_steps, steps_per_epoch)
-    span = total_steps - warmup
-    arguments = ScheduleArguments(config, steps_per_epoch)
-    if config.name in OVER_SPAN:
-        shape = OVER_SPAN[config.name](arguments)
-        floor = config.min_factor
-        after = _warmed_up(warmup, lambda step: floor + (1 - floor) * shape((step - warmup) / span))
-    else:
-        decay = OVER_STEPS[config.name](arguments)
-        after = _warmed_up(warmup, lambda step: max(config.min_factor, decay(step)))
+    warmup = batch_arithmetic.count_warmup_steps(config, steps_per_epoch)
+    if total_steps > 0 and (problem := batch_arithmetic.too_long_warmup(config, warmup, total_steps)):
+        raise problem.as_error()
+    arguments = learning_rate.ScheduleArguments(config, steps_per_epoch)
+    over_span = config.name in learning_rate.OVER_SPAN
+    shapes = learning_rate.OVER_SPAN if over_span else learning_rate.OVER_STEPS
+    factor: Callable[..., float] = shapes[config.name](arguments)
     arguments.refuse_unused()
-    return after
+    floor = config.min_factor
 
+    def schedule(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if over_span:
+            return floor + (1 - floor) * factor((step - warmup) / (total_steps - warmup))
+        return max(floor, factor(step))
 
-def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> int:
-    steps = count_warmup_steps(config, steps_per_epoch)
-    if total_steps > 0 and (problem := too_long_warmup(config, steps, total_steps)):
-        raise problem.as_error()
-    return steps
-
-
-def _warmed_up(warmup: int, after: Schedule) -> Schedule:
-    return lambda step: (step + 1) / warmup if step < warmup else after(step)
+    return schedule

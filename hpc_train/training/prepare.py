@@ -33,6 +33,7 @@ from hpc_train.experiment.plan.sweep import expand
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, too_few_samples
 from hpc_train.experiment.validate.loading import load as load_file
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
+from hpc_train.training import model_selection, rank_exit, trial_step
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import try_samples
 from hpc_train.training.datasets.building import build_source
@@ -40,23 +41,11 @@ from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
-from hpc_train.training.model_selection import refuse_no_evaluations
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.optimization import make_schedule
-from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, assemble, load_initial_weights
-from hpc_train.training.trial_step import (
-    MEMORY_RAN_OUT,
-    ONE_RANK,
-    Trial,
-    lacking_memory,
-    limited_to_free_memory,
-    num_samples,
-    on_one_rank,
-    weight_bytes,
-)
 
 #: Option of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"
@@ -127,7 +116,7 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
         if (settings := (data, step_settings(experiment))) in done:
             continue
         done.add(settings)
-        refuse_no_evaluations(experiment, source)
+        model_selection.refuse_no_evaluations(experiment, source)
         with _building("task", experiment.task):
             task = make_task(experiment, source.info)
         batches, bad = _try_data(experiment, source, task)
@@ -208,7 +197,7 @@ def _arithmetic(experiment: Experiment, source: DataSource) -> BatchArithmetic:
     sizes = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
     if problem := too_few_samples(*sizes, actual):
         raise problem.as_error()
-    optimization = experiment.with_micro_batch_size(num_samples(experiment)).optimization
+    optimization = experiment.with_micro_batch_size(trial_step.num_samples(experiment)).optimization
     arithmetic = BatchArithmetic.of(optimization, actual, 1)
     make_schedule(optimization.schedule, arithmetic.total_steps, arithmetic.steps_per_epoch)
     return arithmetic
@@ -234,7 +223,7 @@ def _fetch_model(
         tried.unchecked = why
         return None
     load_initial_weights(model, config)
-    state = assemble(model, on_one_rank(experiment), arithmetic, ONE_RANK)
+    state = assemble(model, trial_step.on_one_rank(experiment), arithmetic, trial_step.ONE_RANK)
     model, report = state.model, state.pretrained
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
     tried.weights = weights if report is None else report.line()
@@ -250,17 +239,17 @@ def _fetch_model(
 def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str | None]:
     """Return the model, or why this machine's memory is too small for it."""
     nbytes = planned_weight_bytes(config, info)
-    if nbytes is not None and (why := lacking_memory(nbytes)):
+    if nbytes is not None and (why := trial_step.lacking_memory(nbytes)):
         return None, why
     # Without a known size, a limit keeps the kernel from killing this or another process.
-    limit = limited_to_free_memory() if nbytes is None else nullcontext()
+    limit = trial_step.limited_to_free_memory() if nbytes is None else nullcontext()
     try:
         with _building("model.name", config.name), limit:
             return build_model(config, info, download=True), None
     except BadFileError as error:
-        if out_of_memory(error) is None:
+        if rank_exit.out_of_memory(error) is None:
             raise
-        return None, MEMORY_RAN_OUT
+        return None, trial_step.MEMORY_RAN_OUT
 
 
 def _try_model(
@@ -279,7 +268,7 @@ def _try_model(
     name, optimizer = experiment.model.name, experiment.optimization.optimizer.name
     then = " and an evaluation" if len(batches) > 1 else ""
     say(f"model {name}: trying a step of {optimizer}{then} on the CPU ({NO_FORWARD} skips this)")
-    if why := Trial(experiment, info, state, task).run(batches):
+    if why := trial_step.Trial(experiment, info, state, task).run(batches):
         say(f"model {name}: not run on samples: {why}; {_LEFT}: {_UNCHECKED}")
         tried.unchecked = why
 
@@ -335,16 +324,16 @@ def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
 
     Runs in a forked child limited to the free memory, since the user's code may read a file of weights.
     """
-    call = ForkedCall(lambda: _measured_bytes(config, info))
+
+    def measured() -> int:
+        with trial_step.limited_to_free_memory(), torch.device("meta"):
+            return trial_step.weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
+
+    call = ForkedCall(measured)
     try:
         return cast("int | None", call.result()) if call.has_ended(_LIMIT_S) else None
     finally:
         call.close()
-
-
-def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
-    with limited_to_free_memory(), torch.device("meta"):
-        return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
 
 
 if __name__ == "__main__":

@@ -111,9 +111,7 @@ class StepProfiler:
             self._end()
 
     def close(self) -> None:
-        """Write the profile, even if it has fewer steps than requested. Writes nothing if it has none, or if
-        the device does not finish them.
-        """
+        """Write the profile, perhaps of fewer steps; nothing without any, or if the device hangs in them."""
         if self._profile is None:
             return
         finish = TimedCall[None]("profile")
@@ -171,12 +169,9 @@ def _computes(event: Any) -> bool:
     if event.is_user_annotation or event.name == _WAIT:
         return False
     # The time of nested operations is included in the outer ones.
-    is_outer = event.device_type != DeviceType.CPU or event.cpu_parent is None or _is_note(event.cpu_parent)
+    parent = event.cpu_parent if event.device_type == DeviceType.CPU else None
+    is_outer = parent is None or parent.is_user_annotation or parent.name == _WAIT
     return is_outer and not event.name.startswith((*_COMMUNICATION, *_STARTS_COMMUNICATION))
-
-
-def _is_note(event: Any) -> bool:
-    return bool(event.is_user_annotation) or event.name == _WAIT
 
 
 def _interval(event: Any) -> Interval:

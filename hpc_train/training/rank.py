@@ -24,7 +24,7 @@ from hpc_train.run.attempts import EventLog, in_ms, tell_end
 from hpc_train.run.create import training_experiment
 from hpc_train.run.processes import end_daemons
 from hpc_train.training.datasets.skipping import BadSamples
-from hpc_train.training.distributed import affinity, host_memory, open_files
+from hpc_train.training.distributed import affinity, rank_limits
 from hpc_train.training.distributed.device import (
     Precision,
     choose_device,
@@ -35,9 +35,8 @@ from hpc_train.training.distributed.device import (
 )
 from hpc_train.training.distributed.process_group import Group, make_group
 from hpc_train.training.distributed.rendezvous import Timeouts, meet
-from hpc_train.training.health import node_check
+from hpc_train.training.health import node_check, stacks
 from hpc_train.training.health.progress import Progress
-from hpc_train.training.health.stacks import limit_core_files
 from hpc_train.training.health.watchdog import CONNECT_LIMIT_S, Watchdog
 
 #: Assumed: the first step compiles and reads cold data.
@@ -93,19 +92,10 @@ class Rank:
         """
         self.flag.act_at_once(None)
         self.flag.may_exit_early = False
-        self.watchdog.has_stepped()
+        self.progress.has_stepped()
         if self.events is not None:
             self.events.first_step = dict(parts)
         self.note("first_step")
-
-    def rebuilds(self) -> None:
-        """Called at a rollback: everything is built again, which may take as long as the first time."""
-        self.progress.forget_phases()
-        self.progress.at("building")
-
-    def end(self, code: ExitCode) -> None:
-        """End this process, from any thread."""
-        end_process(self.paths, self.attempt, self.facts.rank, self.node, code)
 
 
 def make_bad_samples(rank: Rank) -> BadSamples | None:
@@ -124,17 +114,22 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     degrees = _degrees(experiment, facts)
     has_mesh = traits_of(experiment.parallel.strategy).has_mesh
     axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
-    open_files.check(facts, axes, experiment.workers, node_name(os.environ))
-    limit_core_files(os.environ)
-    host_memory.check_address_space(node_name(os.environ))
+    rank_limits.check_open_files(facts, axes, experiment.workers, node_name(os.environ))
+    stacks.limit_core_files(os.environ)
+    rank_limits.check_address_space(node_name(os.environ))
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s = experiment.recovery.hang_after_min * 60
     first_hang_after_s = hang_after_s * _FIRST_STEP_FACTOR
-    timeouts = Timeouts.beyond(first_hang_after_s)
+    # They expire after the watchdog, which can name the hung rank.
+    timeouts = Timeouts(silence_s=2 * first_hang_after_s)
     node, progress = node_name(os.environ), Progress()
     rendezvous, token = paths.attempt(attempt).rendezvous, os.environ.get("HPC_TRAIN_TOKEN", "")
     with _signal_noted(events, flag):
         meeting = meet(facts, device, rendezvous, token, timeouts, must_stop=flag.__bool__)
+
+    def end(code: ExitCode) -> None:
+        end_process(paths, attempt, facts.rank, node, code)
+
     watchdog = Watchdog(
         paths.attempt(attempt),
         facts,
@@ -144,7 +139,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
         hang_after_s=hang_after_s,
         first_hang_after_s=first_hang_after_s,
         connect_after_s=max(CONNECT_LIMIT_S, hang_after_s * _CONNECT_FACTOR),
-        end=lambda code: end_process(paths, attempt, facts.rank, node, code),
+        end=end,
     )
     progress.at("connecting")
     watchdog.start()
@@ -153,7 +148,13 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
             group = make_group(facts, device, meeting, timeouts, must_stop=flag.__bool__)
         state = (device, precision, group, flag, progress, watchdog, events)
         rank = Rank(paths, attempt, experiment, facts, degrees, node, *state)
-        flag.act_at_once(lambda: _leave(rank))
+
+        def leave() -> None:
+            """End on a stop signal: all training so far is in a checkpoint."""
+            rank.note_signal()
+            end(ExitCode.TRY_AGAIN)
+
+        flag.act_at_once(leave)
         rank.note("joined")
         _check_and_connect(rank)
         progress.at("building")
@@ -176,7 +177,7 @@ def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment,
     if on_slurm and experiment.slurm is not None and "HPC_TRAIN_SLOT" in os.environ:
         limit_memory(device, experiment.slurm.runs_per_gpu)
     if device.type == "cpu":
-        host_memory.keep_freed(os.environ)
+        rank_limits.keep_freed(os.environ)
     if experiment.data.workers == "auto":
         experiment = experiment.with_workers(affinity.loader_processes(num_sharing, device))
         _log.info("data.workers: auto is %d here", experiment.workers)
@@ -219,12 +220,6 @@ def _check_and_connect(rank: Rank) -> None:
         node_check.check(*identity, experiment=experiment, connect=connect, owns_gpu=owns_gpu)
     else:
         connect()
-
-
-def _leave(rank: Rank) -> None:
-    """End on a stop signal: all training so far is in a checkpoint."""
-    rank.note_signal()
-    rank.end(ExitCode.TRY_AGAIN)
 
 
 @contextmanager

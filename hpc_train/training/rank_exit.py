@@ -24,14 +24,12 @@ from hpc_train.errors import (
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.rank.signals import StopFlag
-from hpc_train.run.attempts import tell_error
+from hpc_train.run import attempts, create, found_micro_batch
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.create import training_experiment
-from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.run.tracebacks import refusal
 from hpc_train.training.compiling import compile_error
-from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
+from hpc_train.training.distributed.backends import nccl_words, peer_lost
 
 #: Disk errors that the user can fix; any other OSError is shown with its traceback.
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
@@ -96,7 +94,7 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
 
 def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:
     try:
-        tell_error(attempt, rank, text)
+        attempts.tell_error(attempt, rank, text)
     except OSError as full:
         _say(f"{attempt.error(rank)} can't be written: {full}")
 
@@ -130,10 +128,10 @@ def _micro_batch_error(
     if on_gpu and not any(mark in text.lower() for mark in _DEVICE_IS_FULL):
         return None  # the host's memory, which does not depend on the micro-batch
     place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
-    size = training_experiment(paths, attempt).optimization.micro_batch_size
+    size = create.training_experiment(paths, attempt).optimization.micro_batch_size
     smaller = "a smaller one or auto" if on_gpu else "a smaller one"
     if size == "auto":
-        size, smaller = kept_size(paths) or "auto", "a smaller number"
+        size, smaller = found_micro_batch.kept_size(paths) or "auto", "a smaller number"
     # If the message is the driver's, not the allocator's, other processes may have filled the device.
     is_sure = flag.may_exit_early and not committed(paths) and "CUDA error: out of memory" not in text
     refusal_of_size = (BadFileError if is_sure else MicroBatchError)(

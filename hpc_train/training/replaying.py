@@ -286,7 +286,7 @@ class _Observer(StepObserver):
         gradients = [None if value.grad is None else value.grad.clone() for value in parameters]
         with NonFiniteSearch(self._state.model) as self._search, torch.compiler.set_stance("force_eager"):
             self._state.strategy.accumulate(batches, forward)
-        place = self._search.first()
+        place = self._search.place
         self._search = None
         for value, gradient in zip(self._state.strategy.optimized().values(), gradients, strict=True):
             value.grad = gradient

@@ -77,7 +77,9 @@ def resumed(
     if loaded is None:
         return Resumed(Position(0), now)
     _compare_versions(rank, loaded)
-    _compare_ranks(rank, loaded, train_state)
+    norms = {"has_batchnorm": train_state.has_batchnorm, "is_synced": rank.experiment.parallel.sync_batchnorm}
+    if (message := difference(loaded.extra, _ranks(rank), loaded.step, **norms)) is not None:
+        rank.warn(message)
     _check_data(loaded, source)
     saved = loaded.extra.get("position")
     if saved is None:
@@ -103,19 +105,6 @@ def _compare_versions(rank: Rank, loaded: Loaded) -> None:
             f"environment.strict: {message}; use those versions, or resume with environment.strict=false"
         )
     rank.warn(f"{message}; the weights may differ in the last bit from here on")
-
-
-def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
-    """Warn if the ranks differ from the ranks that saved: results change, if only by rounding."""
-    message = difference(
-        loaded.extra,
-        _ranks(rank),
-        loaded.step,
-        has_batchnorm=train_state.has_batchnorm,
-        is_synced=rank.experiment.parallel.sync_batchnorm,
-    )
-    if message is not None:
-        rank.warn(message)
 
 
 def _ranks(rank: Rank) -> dict[str, Any]:
@@ -146,9 +135,7 @@ def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
 
 
 def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
-    """Return the experiment with the mean and standard deviation of the data that the checkpoint was trained
-    on, if the file has none.
-    """
+    """Return the experiment with mean and std of the checkpoint's training data, if the file has none."""
     then = loaded.extra.get("data") or {}
     if experiment.data.normalize is not None or not then.get("mean"):
         return experiment
@@ -181,7 +168,7 @@ def extra(
         "steps_per_epoch": batches.steps_per_epoch,
         "precision": rank.experiment.precision,
         "device": rank.device.type,
-        "hardware": hardware.to_json(),
+        "hardware": asdict(hardware),
         "versions": versions.versions(),
         **_ranks(rank),
     }
@@ -233,24 +220,23 @@ class Hardware:
     #: Threads of one operation on the CPU, by rank.
     threads: list[int]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return ``hardware`` in the ``extra`` of a checkpoint."""
-        return asdict(self)
-
 
 def take_over(
     then: object, step: int, device: torch.device, ranks: ControlGroup, say: Callable[[str], None]
 ) -> Hardware:
     """Set the number of threads of checkpoint ``step``'s ranks; return the hardware used from now on.
 
-    Collective. ``then``: the result of ``to_json`` at the save; None without a checkpoint. ``say`` receives a
-    message about each difference that may change results. A number of threads that the user set
+    Collective. ``then``: ``hardware`` in the ``extra`` of the checkpoint; None without one. ``say`` receives
+    a message about each difference that may change results. A number of threads that the user set
     (OMP_NUM_THREADS) is not changed.
     """
     recorded = then if isinstance(then, Mapping) else {}
     wanted = _threads(recorded.get("threads"), ranks.world_size)
     on_cpu, share = device.type == "cpu", torch.get_num_threads()
-    if on_cpu and wanted is not None and not _is_set_by_user(os.environ):
+    # Set by the user, rather than by our launcher to the rank's share.
+    omp_threads = "" if THREADS_BY_SHARE in os.environ else os.environ.get("OMP_NUM_THREADS", "")
+    is_set_by_user = omp_threads.isdecimal() and int(omp_threads) > 0
+    if on_cpu and wanted is not None and not is_set_by_user:
         torch.set_num_threads(wanted[ranks.rank])
     used = torch.get_num_threads()
     threads = ranks.total([used if rank == ranks.rank else 0 for rank in range(ranks.world_size)])
@@ -281,12 +267,6 @@ def _threads(noted: object, world_size: int) -> list[int] | None:
     if not isinstance(noted, list) or len(noted) != world_size:
         return None
     return noted if all(type(count) is int and 1 <= count <= 4096 for count in noted) else None
-
-
-def _is_set_by_user(environ: Mapping[str, str]) -> bool:
-    """Return True if the user set OMP_NUM_THREADS, rather than our launcher to the rank's share."""
-    count = environ.get("OMP_NUM_THREADS", "")
-    return count.isdecimal() and int(count) > 0 and THREADS_BY_SHARE not in environ
 
 
 def _counts(threads: list[int]) -> str:

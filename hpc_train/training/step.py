@@ -47,33 +47,6 @@ class StepObserver:
         """Called at the end of each step, once the weights have changed."""
 
 
-@dataclass(frozen=True)
-class Observers(StepObserver):
-    """Several observers, called in their order."""
-
-    observers: Sequence[StepObserver]
-
-    def step_begun(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
-        """Call all of them; so do the other methods."""
-        for observer in self.observers:
-            observer.step_begun(step, batches, forward)
-
-    def loss_computed(self, batch: Batch, loss: Tensor) -> None:
-        """See ``StepObserver``."""
-        for observer in self.observers:
-            observer.loss_computed(batch, loss)
-
-    def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
-        """See ``StepObserver``."""
-        for observer in self.observers:
-            observer.gradients_ready(step, batches, forward)
-
-    def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
-        """See ``StepObserver``."""
-        for observer in self.observers:
-            observer.step_done(step, batches, result)
-
-
 def train_step(
     state: TrainState,
     step: int,
@@ -82,22 +55,25 @@ def train_step(
     guard: Guard,
     max_norm: float | None,
     before_update: Callable[[], None] = lambda: None,
-    observer: StepObserver = StepObserver(),  # noqa: B008  (has no state)
+    observers: Sequence[StepObserver] = (),
 ) -> StepResult:
     """Train step ``step``, counted from 0, on this rank's micro-batches. Collective.
 
     ``before_update`` is called between backward and the optimizer step, which changes the weights.
+    ``observers``: called in their order; ``forward`` calls ``loss_computed``.
     """
     strategy, optimization, ema = state.strategy, state.optimization, state.ema
     learning_rate = optimization.set_learning_rate(step)
     strategy.share_buffers(all_persistent=False)
     guard.before_step()
     batches = forward.with_loss_factors(batches, owns_loss=strategy.owns_loss)
-    observer.step_begun(step, batches, forward)
+    for observer in observers:
+        observer.step_begun(step, batches, forward)
     loss = strategy.accumulate(batches, forward)  # forward and backward of each micro-batch
     before_update()
     optimization.unscale_gradients()
-    observer.gradients_ready(step, batches, forward)
+    for observer in observers:
+        observer.gradients_ready(step, batches, forward)
     grad_norm = guard.clip(strategy.clip_gradients, max_norm)
     is_allowed = guard.allows(loss, grad_norm, step)
     optimization.step(is_allowed=is_allowed)
@@ -107,5 +83,6 @@ def train_step(
         if ema is not None:
             ema.update()
     result = StepResult(learning_rate, loss, grad_norm, is_allowed)
-    observer.step_done(step, batches, result)
+    for observer in observers:
+        observer.step_done(step, batches, result)
     return result

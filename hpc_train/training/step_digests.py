@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -127,37 +127,29 @@ def samples_digest(batches: Sequence[Batch]) -> int:
     return total & _ALL
 
 
+@dataclass
 class StepDigests(StepObserver):
     """Collects the digests of one rank's steps. ``writer``: on rank 0 only.
 
-    ``owns_loss``: of this rank's strategy; a rank without it contributes nothing. ``parts``: None without.
+    ``owns_loss``: of this rank's strategy; a rank without it contributes nothing.
     """
 
-    def __init__(
-        self,
-        writer: DigestWriter[StepDigest] | None,
-        attempt: int,
-        *,
-        owns_loss: bool,
-        every_steps: int = EVERY_STEPS,
-        parts: PartDigests | None = None,
-    ) -> None:
-        self._writer = writer
-        self._parts = parts
-        self._attempt = attempt
-        self._owns_loss = owns_loss
-        self._every_steps = every_steps
-        self._steps: list[_Step] = []
-        self._exchanged: deque[_Exchanged] = deque()
+    writer: DigestWriter[StepDigest] | None
+    attempt: int
+    owns_loss: bool
+    every_steps: int = EVERY_STEPS
+    parts: PartDigests | None = None
+    _steps: list[_Step] = field(default_factory=list)
+    _exchanged: deque[_Exchanged] = field(default_factory=deque)
 
     @override
     def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
-        samples = samples_digest(batches) if self._owns_loss else 0
+        samples = samples_digest(batches) if self.owns_loss else 0
         self._steps.append(_Step(step + 1, samples, result.loss, result.grad_norm))
-        if (step + 1) % self._every_steps == 0:
+        if (step + 1) % self.every_steps == 0:
             self.exchange()
-        if self._parts is not None:
-            self._parts.step_done(step + 1, result.loss)
+        if self.parts is not None:
+            self.parts.step_done(step + 1, result.loss)
 
     def exchange(self) -> None:
         """Exchange the numbers of the steps since the last exchange. Collective; does not wait for them."""
@@ -171,12 +163,12 @@ class StepDigests(StepObserver):
         host = torch.zeros(len(steps), 2 + world_size, dtype=torch.int64, pin_memory=device.type == "cuda")
         host[:, :2] = torch.tensor([[step.samples & _LOW, step.samples >> 32] for step in steps])
         table = host.to(device, non_blocking=True)
-        if self._owns_loss:
+        if self.owns_loss:
             losses = torch.stack([step.loss for step in steps]).to(torch.float64)
             table[:, 2 + dist.get_rank()] = losses.view(torch.int64)
         if world_size > 1:
             dist.all_reduce(table)
-        if self._writer is None:
+        if self.writer is None:
             return
         with_norm = [step.grad_norm for step in steps if step.grad_norm is not None]
         norms = (torch.stack(with_norm) if with_norm else torch.zeros(0, device=device)).to(torch.float64)
@@ -187,15 +179,15 @@ class StepDigests(StepObserver):
     def drain(self, *, wait: bool) -> None:
         """Write the digests whose numbers have arrived, or wait for all that were exchanged."""
         while self._exchanged and (wait or self._exchanged[0].table_and_norms.is_ready):
-            assert self._writer is not None
-            self._writer.append(self._exchanged.popleft().digests(self._attempt))
+            assert self.writer is not None
+            self.writer.append(self._exchanged.popleft().digests(self.attempt))
 
     def sync(self) -> None:
         """Sync the written digests to the disk. Any thread."""
-        if self._writer is not None:
-            self._writer.sync()
-        if self._parts is not None:
-            self._parts.sync()
+        if self.writer is not None:
+            self.writer.sync()
+        if self.parts is not None:
+            self.parts.sync()
 
 
 class TensorDigests(ModuleWatch):

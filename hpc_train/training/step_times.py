@@ -19,8 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -120,47 +121,46 @@ class StepTimes:
         return row if self._rates is None else row | self._rates(samples_per_s)
 
 
+@dataclass
 class FirstStep:
     """The first step of an attempt, in which torch compiles, and its time by category on this rank's host."""
 
-    def __init__(
-        self,
-        times: StepTimes,
-        compilation: Compilation,
-        config: CompileConfig,
-        on_batch: Callable[[Batch], None] = lambda batch: None,
-        on_end: Callable[[Mapping[str, float]], None] = lambda parts: None,
-    ) -> None:
-        """``on_batch`` receives the first micro-batch before its forward, ``on_end`` the ``parts``."""
-        self.is_over = False
-        self._times, self._compilation, self._config = times, compilation, config
-        self._on_batch, self._on_end = on_batch, on_end
-        self._began = self._data_s = self._compiled_s = 0.0
+    times: StepTimes
+    compilation: Compilation
+    config: CompileConfig
+    #: Receives the first micro-batch before its forward.
+    on_batch: Callable[[Batch], None] = lambda batch: None
+    #: Receives the ``parts``.
+    on_end: Callable[[Mapping[str, float]], None] = lambda parts: None
+    is_over: bool = False
+    _began: float = 0.0
+    _data_s: float = 0.0
+    _compiled_s: float = 0.0
 
     def begin(self, batch: Batch) -> None:
         """Called once the step's data have arrived."""
-        self._on_batch(batch)
-        self._data_s, self._compiled_s = self._times.data_wait_s, self._compilation.seconds
+        self.on_batch(batch)
+        self._data_s, self._compiled_s = self.times.data_wait_s, self.compilation.seconds
         self._began = time.monotonic()
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context of a step; only the first differs."""
-        return nullcontext() if self.is_over else first_step(self._config)
+        return nullcontext() if self.is_over else first_step(self.config)
 
     def end(self) -> None:
         """Called after the step."""
         self.is_over = True
-        self._on_end(self.parts())
+        self.on_end(self.parts())
 
     def parts(self) -> dict[str, float]:
         """Return the seconds, and the number of graphs compiled and of those read from caches."""
-        compile_s = self._compilation.seconds - self._compiled_s
+        compile_s = self.compilation.seconds - self._compiled_s
         parts = {
             "data_s": self._data_s,
             "compile_s": compile_s,
             "run_s": time.monotonic() - self._began - compile_s,
         }
-        return {key: round(value, 3) for key, value in parts.items()} | self._compilation.counts()
+        return {key: round(value, 3) for key, value in parts.items()} | self.compilation.counts()
 
 
 def _rounded(value: float) -> float:
@@ -236,16 +236,6 @@ _YIELDING_S, _PAUSE_S = 0.2e-3, 0.2e-3
 _CHECK_EVERY_S = 0.1
 
 
-class Event(Protocol):
-    """A place in the device's queue, such as ``torch.cuda.Event``."""
-
-    def record(self) -> None:
-        """Move the event to the current end of the queue."""
-
-    def query(self) -> bool:
-        """Return True if the device has reached the event."""
-
-
 class RunAhead:
     """Every rank calls ``begin`` at the same places. Costs a few microseconds if the host is behind."""
 
@@ -253,7 +243,7 @@ class RunAhead:
         self,
         progress: Progress,
         check_peers: Callable[[], None],
-        make_event: Callable[[], Event] = torch.cuda.Event,
+        make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
     ) -> None:
         """``check_peers`` raises PeerLostError if a rank has ended."""
         self._progress, self._check_peers = progress, check_peers
@@ -281,37 +271,36 @@ class RunAhead:
             time.sleep(0 if waited_s < _YIELDING_S else _PAUSE_S)
 
 
+@dataclass
 class StepProgress:
     """Reports the forward passes of a step to the watchdog, times the first, and bounds the run-ahead."""
 
-    def __init__(
-        self, progress: Progress, forward_time: ForwardTime, run_ahead: RunAhead | None = None
-    ) -> None:
-        """``run_ahead``: None on the CPU, since the host computes."""
-        #: ``first step``, then ``training``.
-        self.phase = "first step"
-        self.run_ahead = run_ahead
-        self._progress, self._forward_time = progress, forward_time
-        #: Counts the step's forward passes, the same number on every rank, including a rehearsal.
-        self._slot = 0
+    progress: Progress
+    forward_time: ForwardTime
+    #: None on the CPU, since the host computes.
+    run_ahead: RunAhead | None = None
+    #: ``first step``, then ``training``.
+    phase: str = "first step"
+    #: Counts the step's forward passes, the same number on every rank, including a rehearsal.
+    _slot: int = 0
 
     def begin_step(self, step: int) -> None:
         """Called before a step."""
         self._slot = 0
         if self.run_ahead is not None:
             self.run_ahead.begin(step)
-        self._progress.at(self.phase, step)
+        self.progress.at(self.phase, step)
 
     def begin_forward(self, batch: Batch) -> None:
         """Called before the forward pass of a micro-batch."""
         self._slot += 1
         if self.run_ahead is not None and self._slot > 1:
             self.run_ahead.begin(batch.step, self._slot)
-        self._progress.at(self.phase, batch.step, part=self._slot)
+        self.progress.at(self.phase, batch.step, part=self._slot)
         if self._slot == 1:
-            self._forward_time.begin()
+            self.forward_time.begin()
 
     def end_forward(self) -> None:
         """Called after it."""
         if self._slot == 1:
-            self._forward_time.end()
+            self.forward_time.end()

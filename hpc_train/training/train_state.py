@@ -9,12 +9,14 @@ checkpoints do not depend on the precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hpc_train import registry
 from hpc_train.errors import BadFileError
@@ -29,21 +31,20 @@ from hpc_train.run.weight_source import KEY, described, find_source
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.checkpoint.export import plain_weights
 from hpc_train.training.checkpoint.saved_tensors import SavedState
-from hpc_train.training.checkpoint.state import TrainingState
+from hpc_train.training.checkpoint.state import NamedTensors, TrainingState
 from hpc_train.training.compiling import compile_model
+from hpc_train.training.datasets.random_numbers import seed_build
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.distributed.seeds import seed_build
-from hpc_train.training.ema import Ema
 from hpc_train.training.flops import without_weights
+from hpc_train.training.models import building, fine_tuning, weight_files
 from hpc_train.training.models.blocks import find_blocks, layer_depths
-from hpc_train.training.models.building import build_model, converter_of
-from hpc_train.training.models.fine_tuning import prepare_for_training
-from hpc_train.training.models.weight_files import read_weights
 from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, report_of
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.strategies.base import RankContext, Strategy
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
+from hpc_train.training.strategies.batchnorm import has_batchnorm, sync_batchnorm
+from hpc_train.training.strategies.buffers import Buffers
+from hpc_train.training.strategies.pieces import local_part
 
 #: Methods that a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
@@ -85,16 +86,9 @@ class TrainState:
 
 def context(rank: Rank) -> RankContext:
     """Return this rank's context for a strategy."""
-    config = rank.experiment
-    return RankContext(
-        rank=rank.facts.rank,
-        degrees=rank.degrees,
-        device=rank.device,
-        precision=rank.precision,
-        channels_last=config.model.channels_last,
-        parallel=config.parallel,
-        open_shared_sum=rank.group.open_shared_sum,
-    )
+    options = rank.experiment.model.channels_last, rank.experiment.parallel
+    place = rank.facts.rank, rank.degrees, rank.device, rank.precision
+    return RankContext(*place, *options, rank.group.open_shared_sum)
 
 
 def build(
@@ -105,7 +99,7 @@ def build(
     ``batches``: None to only evaluate, on any number of ranks and without the learning rates of steps.
     """
     seed_build(config.seed)
-    model = build_model(config.model, info)
+    model = building.build_model(config.model, info)
     load_initial_weights(model, config.model)
     return assemble(model, config, batches, context)
 
@@ -115,7 +109,7 @@ def assemble(
 ) -> TrainState:
     """Do the rest of ``build`` once the model has its weights."""
     pretrained = report_of(model)
-    prepare_for_training(model, config.model)
+    fine_tuning.prepare_for_training(model, config.model)
     counted = without_weights(model) if context.rank == 0 else None
     if config.parallel.sync_batchnorm and batches is not None:  # evaluations use the running statistics
         model = sync_batchnorm(model, context.device, batches.micro_batches)
@@ -174,10 +168,10 @@ def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
         return
     source = find_source(config.init_from)
     if source.is_file():
-        weights, name = read_weights(str(source), KEY)
+        weights, name = weight_files.read_weights(str(source), KEY)
     else:
         weights, name = _weights_of_checkpoint(CheckpointPaths(source)), described(source)
-    load_what_fits(model, weights, name, converter_of(config.name), KEY)
+    load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
 def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:
@@ -213,3 +207,74 @@ def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 def _has_fitting_sizes(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not any(size % _FP8_SIZES for size in module.weight.shape)
+
+
+class Ema:
+    """An exponential moving average (EMA) of the weights, placed and sharded like the model's.
+
+    Averages parameters and floating-point buffers; other buffers have their newest value.
+
+    ``averages``: name → tensor, shaped, placed and named like the model's. Each rank averages the tensors it
+    owns, so only ``share_buffers`` is collective.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """``model``: already placed, with its initial weights."""
+        self._model = model
+        self._decay = decay
+        self._places = Buffers(model)
+        # FSDP keeps these tensor objects for its shards, although the module shows others during a forward.
+        self._values = NamedTensors.of(model).tensors
+        self.averages = {name: value.detach().clone() for name, value in self._values.items()}
+        self._averaged = [name for name, value in self._values.items() if _has_fractions(value)]
+        self._copied = [name for name, value in self._values.items() if not _has_fractions(value)]
+        self._buffers = [name for name, value in self._values.items() if not isinstance(value, nn.Parameter)]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the averages from the weights; called after each optimizer step."""
+        self._places.write_back()
+        averages, values = self._locals(self._averaged)
+        if averages:
+            torch._foreach_lerp_(averages, values, 1 - self._decay)
+        for average, value in zip(*self._locals(self._copied), strict=True):
+            average.copy_(value)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Swap the model's values with the averages; afterwards both are restored bitwise."""
+        self._exchange(self._values)
+        try:
+            yield
+        finally:
+            self._exchange(self._values)
+
+    def share_buffers(self, strategy: Strategy) -> None:
+        """Broadcast rank 0's averages of buffers, before an evaluation or a save. Collective."""
+        # Through the strategy, which knows the ranks that own the same buffers.
+        self._exchange(self._buffers)
+        try:
+            strategy.share_buffers(all_persistent=True)
+        finally:
+            self._exchange(self._buffers)
+
+    @torch.no_grad()
+    def _exchange(self, names: Iterable[str]) -> None:
+        # Free parameters that an evaluation's forward left gathered: the next forward would use them.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._places.write_back()
+        for average, value in zip(*self._locals(names), strict=True):
+            copied = value.clone()
+            value.copy_(average)
+            average.copy_(copied)
+
+    def _locals(self, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of averages and values. Not cached: FSDP may replace a padded one."""
+        pairs = [(local_part(self.averages[name]), local_part(self._values[name])) for name in names]
+        return [average for average, _ in pairs], [value for _, value in pairs]
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

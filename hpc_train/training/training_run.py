@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from hpc_train.errors import printable
 from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import start_loggers
+from hpc_train.loggers.metrics_writer import MetricsWriter, start_loggers
 from hpc_train.paths import RunPaths
-from hpc_train.run import evaluation_jobs
+from hpc_train.run import evaluation_jobs, files
 from hpc_train.run.bad_samples import all_known
-from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
@@ -141,7 +139,7 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
     if train_state.pretrained is not None and position.step == 0:
         with suppress(OSError):  # it is in the log, too
             notice = printable(train_state.pretrained.line())
-            write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
+            files.write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
     _log.info(
         "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
         rank.experiment.model.name,

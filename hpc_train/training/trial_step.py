@@ -24,14 +24,11 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.run.tracebacks import shortened_traceback
+from hpc_train.training import evaluation, model_selection, rank_exit, step
 from hpc_train.training.datasets.types import Batch, DataInfo, map_tensors
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.evaluation import without_dimensions
-from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.model_selection import check_metrics
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import NoGuard
-from hpc_train.training.rank_exit import out_of_memory
-from hpc_train.training.step import train_step
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.ddp import FIND_UNUSED, unused_parameters
 from hpc_train.training.tasks.base import Task, optional_metrics
@@ -104,11 +101,11 @@ class Trial:
             except UserError:
                 raise
             except Exception as error:  # from the user's code
-                if out_of_memory(error):
+                if rank_exit.out_of_memory(error):
                     return MEMORY_RAN_OUT
                 raise self._refusal(few, reached[-1]) from error
             if metrics is not None:
-                check_metrics(self.experiment, {*metrics, *optional_metrics(self.task)})
+                model_selection.check_metrics(self.experiment, {*metrics, *optional_metrics(self.task)})
         return None
 
     def _train(self, few: Batch, reached: list[str]) -> None:
@@ -124,7 +121,7 @@ class Trial:
 
         forward = replace(self._forward, on_end=lambda: reached.append(_GRADIENTS))
         with limited_to_free_memory():
-            train_step(self.state, 0, [few], forward, guard, max_norm, before_update)
+            step.train_step(self.state, 0, [few], forward, guard, max_norm, before_update)
 
     @torch.no_grad()
     def _compute_loss(self, few: Batch) -> None:
@@ -134,13 +131,12 @@ class Trial:
     @torch.no_grad()
     def _metrics(self, few: Batch) -> dict[str, float]:
         sums = self._forward.sums(self.state.wrapped.eval(), few, 0)
-        return self.task.metrics({name: without_dimensions(value) for name, value in sums.items()})
+        return self.task.metrics({name: evaluation.without_dimensions(value) for name, value in sums.items()})
 
     @property
     def _forward(self) -> TrainingForward:
         single, precision = on_one_rank(self.experiment), ONE_RANK.precision
-        to_input = make_to_input(single, self.info, ONE_RANK.device, precision)
-        return TrainingForward.of(single, self.state, self.task, precision, ONE_RANK.device, to_input)
+        return TrainingForward.of(single, self.info, self.state, self.task, precision, ONE_RANK.device)
 
     def _report_unused(self) -> None:
         """Print the parameters without a gradient, for which ranks of DDP would wait."""

@@ -4,8 +4,9 @@ Every rank has a ``Verification``, an observer of its steps. In a step that is d
 forward and backward of another rank's micro-batches: read again by index, with the same weights, buffers and
 random numbers, and without communication. Then it trains its own micro-batches; their gradients are recorded
 as they are computed, before ranks add them up. Ranks exchange the digests before the weights change, and
-those of the weights. If two differ, all ranks repeat both, a third rank repeats too, and the majority decides
-whose node computes wrongly. Nothing that training reads changes, so a verified run is bitwise identical.
+those of the state of which all have a copy; the state alone again after the last step. If two differ, all
+ranks repeat both, a third rank repeats too, and the majority decides whose node computes wrongly. Nothing
+that training reads changes, so a verified run is bitwise identical.
 
 Legend: R ranks, S slots of a rank, P parameters, K = S · (1 + P) digests of a rank's step: the loss, then the
 gradients of each of its micro-batches.
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, UnequalResultsError
@@ -31,13 +33,14 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.validate.compatibility import unverifiable_results
 from hpc_train.run.checkpoints import committed, set_aside
 from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.checkpoint.state import NamedTensors
 from hpc_train.training.datasets.batches import TrainingBatches
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.forward import TrainingForward, TrainingSums
 from hpc_train.training.rank import Rank
 from hpc_train.training.resuming import Resumed
 from hpc_train.training.state_digests import tensor_digest
-from hpc_train.training.step import StepObserver
+from hpc_train.training.step import StepObserver, StepResult
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.buffers import Buffers
 from hpc_train.training.strategies.ddp import DDPStrategy
@@ -85,8 +88,10 @@ class Verification(StepObserver):
         #: Checkpoints up to this step have been computed by nodes that computed rightly then.
         self.verified = start.verified
         self._every, self._steps = config.recovery.verify_every_steps, steps
-        self._strategy, self._training = state.strategy, training
-        self._parameters = list(state.model.parameters())
+        self._strategy, self._training, self._state = state.strategy, training, state.state
+        # Buffers and their EMA differ between ranks until they are shared.
+        named = NamedTensors.of(state.model).tensors
+        self._parameters = {name: value for name, value in named.items() if isinstance(value, nn.Parameter)}
         self._buffers = Buffers(state.model)
         self._recorder = _Recorder(state.model)
         facts = [json.loads(text) for text in ranks.texts(json.dumps([rank.node, start.hardware.processor]))]
@@ -129,8 +134,7 @@ class Verification(StepObserver):
         if self._other is None:
             return
         trained, other, self._other = self._recorder.end(batches), self._other, None
-        weights = _bits_digest(torch.stack([_bits_digest(value) for value in self._parameters]))
-        rows = self._exchanged([_bits_digest(trained), _bits_digest(other), weights])
+        rows = self._exchanged([_bits_digest(trained), _bits_digest(other), self._state_digest()])
         computed = self._votes(rows)
         if all(len({digest for _, digest in votes}) <= 1 for votes in computed):
             self.verified = step
@@ -140,6 +144,28 @@ class Verification(StepObserver):
         repeated = self._votes(self._exchanged(again), is_repeated=True)
         wrong = set().union(*(wrong_ranks([*a, *b]) for a, b in zip(computed, repeated, strict=True)))
         raise WrongResultError(self._error(wrong, step + 1, self._described(trained, other)), self._set_aside)
+
+    @override
+    def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
+        """Compare the state after the last step, which no other step reads."""
+        if step != self._steps.stop - 1 or not self._are_alike:
+            return
+        rows = self._exchanged([self._state_digest()])
+        if wrong := wrong_ranks([(rank, digest) for rank, (digest,) in enumerate(rows)]):
+            error = self._error(wrong, step + 1, "the weights or the optimizer's state after it")
+            raise WrongResultError(error, self._set_aside)
+        self.verified = step + 1
+
+    def _state_digest(self) -> Tensor:
+        """Return the digest of weights, their EMA and optimizer state, but not of slices of single ranks."""
+        state, averages = self._state.optimizer.state, self._state.averages
+        values = [
+            *self._parameters.values(),
+            *(averages[name] for name in self._parameters if name in averages),
+            *(value for of_parameter in state.values() for value in of_parameter.values()),
+        ]
+        copies = [value for value in values if isinstance(value, Tensor) and not isinstance(value, DTensor)]
+        return _bits_digest(torch.stack([_bits_digest(value).to(self._rank.device) for value in copies]))
 
     def _repeated(self, distance: int, step: int, forward: Forward) -> Tensor:
         """Return the digests of the micro-batches of the rank at this distance, shape (K,)."""
@@ -194,10 +220,10 @@ class Verification(StepObserver):
     def _votes(
         self, rows: Sequence[Sequence[int]], *, is_repeated: bool = False
     ) -> list[list[tuple[int, int]]]:
-        """Return for each rank the (rank, digest) of all that computed its micro-batches; last the weights.
+        """Return for each rank the (rank, digest) of all that computed its micro-batches; last the state.
 
         ``rows``: by rank, the digests of its own micro-batches and of those at each distance; then the
-        weights', unless it ``is_repeated``.
+        state's, unless it ``is_repeated``.
         """
         num_ranks = len(rows)
         used = self._distances if is_repeated else self._distances[:1]
@@ -221,7 +247,7 @@ class Verification(StepObserver):
                 if 0 in places:
                     return f"the loss of {batch}"
                 return f"the gradient of {self._recorder.names[places[-1]]} in {batch}"
-        return "the weights before it"
+        return "the weights or the optimizer's state before it"
 
     def _error(self, wrong: set[int], step: int, description: str) -> HpcTrainError:
         """Return this rank's error for the ranks that may be wrong."""

@@ -1,14 +1,24 @@
-"""A training script of the user's own as the workload of a job: what is checked before it is queued."""
+"""A training script of the user's own as the workload of a job: what is checked before it is queued.
+
+``main`` runs ``program.check`` for ``hpc-train prepare``, as a process of its own.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hpc_train.console import say, say_text
+from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.program_section import listed
 from hpc_train.experiment.config.schema import Job, Program
+from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.workload import Workload
 from hpc_train.registry import nearest
 from hpc_train.workloads.program_command import executable
@@ -20,7 +30,7 @@ _SCRIPTS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml")
 class ProgramWorkload(Workload[Program]):
     """A program of the user's: its data, weights and steps are unknown."""
 
-    preparation = "hpc_train.workloads.program_check"
+    preparation = "hpc_train.workloads.program"
 
     def missing_code(self, jobs: Sequence[Program], code_root: Callable[[], Path | None]) -> list[Problem]:
         """Return the problems of an executable, or a script of the command, that is missing here."""
@@ -69,3 +79,40 @@ def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
             yield Problem(("program", "command", index), message, remedy, code="program.file")
         if index == 1 and is_path:
             return  # further words may name files that the script writes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command in the current folder; return the exit code of ``prepare``."""
+    file, *overrides = (argument for argument in arguments if not argument.startswith("--"))
+    try:
+        job = load(Path(file), overrides).experiment
+        assert isinstance(job, Program), "the workload names this module"
+        _check(job)
+    except UserError as error:
+        say_text(str(error))
+        return int(error.exit_code)
+    if "--json" in arguments:
+        print(json.dumps({"data": [], "models": []}), flush=True)
+    return int(ExitCode.DONE)
+
+
+def _check(job: Program) -> None:
+    command = job.program.check
+    if command is None:
+        say("there is nothing to prepare: a program fetches its data; program.check names a command to try")
+        return
+    command = [executable(command[0]), *command[1:]]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    try:
+        code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode
+    except OSError as error:
+        raise BadFileError(
+            f"program.check: {command[0]}: {error.strerror or error}; fix the command"
+        ) from error
+    if code:
+        raise BadFileError(f"program.check: the command ended with exit code {code}; its output is above")
+    say("program.check: fine")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -15,20 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from hpc_train.experiment.config.schema import Program
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import LoggerThread, call_all, start_loggers
+from hpc_train.loggers.metrics_writer import LoggerThread, MetricsWriter, call_all, start_loggers
 from hpc_train.paths import RunPaths
+from hpc_train.run import file_shapes, metric_rows
 from hpc_train.run.best import BestSoFar, default_metric, goal_of
-from hpc_train.run.file_shapes import encoded
-from hpc_train.run.metric_rows import (
-    POSITION,
-    MetricsFile,
-    Row,
-    evaluation_rows,
-    iter_rows,
-    lines_of,
-    newest_row,
-)
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16
@@ -55,6 +45,8 @@ class ProgramMetrics:
         config = job.program.metrics
         regex, jsonl = (config.regex, config.jsonl) if config else (None, None)
         self._pattern = None if regex is None else re.compile(regex)
+        #: Whether the program's output passes through this process.
+        self.reads_output = regex is not None
         #: File → the offset of the first line that was not read.
         self._session = paths.attempt(attempt).session(0)
         self._sources = {self._session: 0}
@@ -81,11 +73,6 @@ class ProgramMetrics:
         self._lock = threading.Lock()
 
     @property
-    def reads_output(self) -> bool:
-        """Whether the program's output passes through this process."""
-        return self._pattern is not None
-
-    @property
     def step(self) -> int:
         """The newest step of this attempt; 0 before the first row."""
         return max([self._progress, *self._newest.values()])
@@ -95,7 +82,7 @@ class ProgramMetrics:
         """The best evaluation, for ``status.json``; None before the first of this attempt."""
         if self._best is None or self._best.best is None:
             return None
-        return encoded(self._best.best) | {"mode": self._best.mode}
+        return file_shapes.encoded(self._best.best) | {"mode": self._best.mode}
 
     def start_loggers(self) -> None:
         """Start the file's loggers, each in a thread of its own."""
@@ -140,7 +127,7 @@ class ProgramMetrics:
     def close(self, state: str) -> None:
         """End the loggers; ``state``: how the attempt has ended. A run that has completed keeps all rows."""
         with self._lock:
-            last = max((row["step"] for row in iter_rows(self._paths.metrics)), default=None)
+            last = max((row["step"] for row in metric_rows.iter_rows(self._paths.metrics)), default=None)
             if state == "completed" and self._best is None:
                 self._print_unread()
             if state == "completed" and last is not None:
@@ -262,19 +249,25 @@ class ProgramMetrics:
             )
 
     def _open(self, resumed_step: int) -> MetricsWriter:
-        self._writer = MetricsWriter(MetricsFile(self._paths.metrics, resumed_step), self._loggers, None)
+        self._writer = MetricsWriter(
+            metric_rows.MetricsFile(self._paths.metrics, resumed_step), self._loggers, None
+        )
         self._writer.begin(resumed_step)
-        for row in evaluation_rows(self._paths.metrics):
+        for row in metric_rows.evaluation_rows(self._paths.metrics):
             self._follow(row)
         return self._writer
 
-    def _follow(self, row: Row) -> None:
+    def _follow(self, row: metric_rows.Row) -> None:
         """Follow the best evaluation by the metric that the file names, or by the first one of a row."""
         if row["split"] != "val":
             return
         if self._best is None:
             chosen = self._job.checkpoint.best or self._job.early_stopping
-            name = chosen.metric if chosen else default_metric([key for key in row if key not in POSITION])
+            name = (
+                chosen.metric
+                if chosen
+                else default_metric([key for key in row if key not in metric_rows.POSITION])
+            )
             if name is None:
                 return
             self._best = BestSoFar(name, chosen.mode if chosen else goal_of(name))
@@ -291,10 +284,10 @@ def recover_rows(job: Program, paths: RunPaths, attempt: int, folder: Path) -> N
     if not numbers or job.program.metrics is not None:
         return
     before, last = max(numbers), None
-    for line in lines_of(paths.attempt(before).session(0)):
+    for line in metric_rows.lines_of(paths.attempt(before).session(0)):
         if line.startswith(b'["rows", ') and line.endswith(b"\n"):
             last = line
-    recorded = newest_row(paths.metrics)
+    recorded = metric_rows.newest_row(paths.metrics)
     if last is None:
         return
     _, step, *_ = json.loads(last)[1][-1]

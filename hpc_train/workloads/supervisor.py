@@ -22,27 +22,13 @@ from typing import NoReturn
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UserError, counted
 from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.rank import signals
+from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts, node_name
-from hpc_train.rank.network import listen
 from hpc_train.recovery.bad_nodes import lost_a_peer
-from hpc_train.run import working_folder
+from hpc_train.run import files, processes, tracebacks, working_folder
 from hpc_train.run.attempts import EventLog, newest_number, tell_error
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import read_json, tail_text, write_json, write_text
-from hpc_train.run.processes import (
-    adopt_orphans,
-    awaited_commands,
-    die_with,
-    end_program_processes,
-    handles,
-    logger_processes,
-    outlive_parent,
-    program_processes,
-    reap_orphans,
-)
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
-from hpc_train.run.tracebacks import RANK_PREFIX, printed_error
 from hpc_train.workloads.program_command import ProgramStart, Rendezvous
 from hpc_train.workloads.program_metrics import ProgramMetrics, recover_rows
 
@@ -101,21 +87,18 @@ class _Supervisor:
         #: Whether the program handles SIGTERM.
         self._catches_stop = False
         #: The launcher with which this process would have died, without ending the program's processes.
-        self._launcher = outlive_parent()
+        self._launcher = processes.outlive_parent()
 
     def run(self) -> ExitCode:
         """Return the exit code of this rank."""
         meeting = self._prepare() if self._facts.rank == 0 else self._await_meeting()
-        if self._starts_program():
+        per, facts = self._job.program.per, self._facts
+        if per == "rank" or (per == "node" and facts.local_rank == 0) or facts.rank == 0:
             code = self._follow(meeting)
             if code != ExitCode.DONE:
                 return code
-        write_text(self._attempt.ended(self._facts.rank), "")
+        files.write_text(self._attempt.ended(self._facts.rank), "")
         return self._await_others()
-
-    def _starts_program(self) -> bool:
-        per, facts = self._job.program.per, self._facts
-        return per == "rank" or (per == "node" and facts.local_rank == 0) or facts.rank == 0
 
     def _prepare(self) -> Rendezvous:
         """Make the working folder and publish the meeting. Rank 0 only."""
@@ -123,15 +106,15 @@ class _Supervisor:
         self._events.note("rank")
         self._write_status("running")
         folder = working_folder.make(self._paths, self._job.program.outputs)
-        listener, hosts = listen(os.environ, self._facts.num_nodes, 1)
+        listener, hosts = network.listen(os.environ, self._facts.num_nodes, 1)
         with listener:  # the program's first rank takes the port after this
             meeting = Rendezvous(hosts[0], listener.getsockname()[1], str(folder))
-        write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
+        files.write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
         return meeting
 
     def _await_meeting(self) -> Rendezvous:
         deadline = time.monotonic() + _PREPARE_LIMIT_S
-        while (published := read_json(self._attempt.program)) is None:
+        while (published := files.read_json(self._attempt.program)) is None:
             self._leave_if_stopped()
             if time.monotonic() > deadline:
                 raise HpcTrainError(f"rank 0 has not prepared {self._paths.work} in {_PREPARE_LIMIT_S:g} s")
@@ -156,7 +139,7 @@ class _Supervisor:
             self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
         print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
-        adopt_orphans()
+        processes.adopt_orphans()
         try:
             child = self._start(command, folder, start.environment())
         except OSError as error:
@@ -166,7 +149,7 @@ class _Supervisor:
         if self._metrics is not None:
             self._metrics.read_output(child)
             self._metrics.start_loggers()
-        self._children = {child.pid, *logger_processes()}
+        self._children = {child.pid, *processes.logger_processes()}
         state = "failed"
         try:
             code = self._judge(self._wait(child))
@@ -196,9 +179,9 @@ class _Supervisor:
         After a stop the processes below a shell may still save when it has ended.
         """
         kill_at: float | None = None
-        while child.poll() is None or (kill_at is not None and program_processes()):
+        while child.poll() is None or (kill_at is not None and processes.program_processes()):
             self._beat()
-            reap_orphans(self._children)
+            processes.reap_orphans(self._children)
             if self._flag and kill_at is None:
                 limit_s = self._stop_limit_s()
                 kill_at = time.monotonic() + limit_s
@@ -218,8 +201,8 @@ class _Supervisor:
 
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
         """Send SIGTERM to the program; of a shell, to the commands that handle it, and not to ``tee``."""
-        commands = awaited_commands(child.pid)
-        handling = [pid for pid in commands if handles(pid, signal.SIGTERM)]
+        commands = processes.awaited_commands(child.pid)
+        handling = [pid for pid in commands if processes.handles(pid, signal.SIGTERM)]
         self._catches_stop = bool(handling)
         for pid in handling or commands or [child.pid]:
             with suppress(ProcessLookupError):
@@ -227,7 +210,7 @@ class _Supervisor:
 
     def _finish(self) -> None:
         """End the processes that the program has left behind, then read its last rows."""
-        if left := end_program_processes(self._children):
+        if left := processes.end_program_processes(self._children):
             print(f"hpc-train: the program has left {counted(left, 'process')} behind: ended", flush=True)
         if self._metrics is not None:
             self._metrics.finish()  # without those processes its output has an end
@@ -248,7 +231,7 @@ class _Supervisor:
 
     def _end_hung(self, child: subprocess.Popen[bytes]) -> NoReturn:
         """Have all processes of the program print their stacks, and end them. Raises _HungError."""
-        for pid in program_processes():
+        for pid in processes.program_processes():
             with suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
         deadline = time.monotonic() + _STACKS_S
@@ -297,8 +280,10 @@ class _Supervisor:
         if number := _signal_of(code):
             how = "was" if code < 0 else f"ended with exit code {code}:"
             return f"the program {how} killed by {number.name}"
-        text = RANK_PREFIX.sub("", tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES))
-        if error := printed_error(text, self._paths.work, lost_a_peer):
+        text = tracebacks.RANK_PREFIX.sub(
+            "", files.tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES)
+        )
+        if error := tracebacks.printed_error(text, self._paths.work, lost_a_peer):
             return error
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
         return f"the program ended with exit code {code}: {last}"
@@ -321,7 +306,7 @@ class _Supervisor:
     def _die_with_launcher(self) -> None:
         """End the program and this process as if the kernel had killed both with the launcher."""
         if self._launcher is not None and os.getppid() != self._launcher:
-            end_program_processes(self._children)
+            processes.end_program_processes(self._children)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _beat(self) -> None:
@@ -330,7 +315,7 @@ class _Supervisor:
         if self._facts.local_rank == 0 and at - self._heartbeat_at >= _HEARTBEAT_S:
             self._heartbeat_at = at
             with suppress(OSError):
-                write_json(self._attempt.heartbeat(node_name(os.environ)), {"version": 1, "ranks": {}})
+                files.write_json(self._attempt.heartbeat(node_name(os.environ)), {"version": 1, "ranks": {}})
         if self._metrics is not None and at - self._status_at >= _STATUS_S:
             self._status_at = at
             self._metrics.poll()
@@ -371,7 +356,7 @@ class _Supervisor:
 def has_stopped(attempt: AttemptPaths) -> bool:
     """Return True if a rank's program has ended because ``session.should_stop`` was true."""
     logs = attempt.files_of_ranks(".session").values()
-    lines = (line for path in logs for line in tail_text(path, _TAIL_BYTES).splitlines())
+    lines = (line for path in logs for line in files.tail_text(path, _TAIL_BYTES).splitlines())
     return any(line.startswith('["stopping", ') for line in lines)
 
 
@@ -380,7 +365,7 @@ def _prepare(supervisor: int) -> Callable[[], None]:
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-        die_with(supervisor)
+        processes.die_with(supervisor)
 
     return prepare
 

@@ -11,8 +11,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts import by_name
-from hpc_train.experiment.data_facts.built_in import DATA_SETS
+from hpc_train.experiment.data_facts import built_in, by_name
 from hpc_train.experiment.data_facts.by_name import data_facts, misplaced, missing_index
 from hpc_train.experiment.plan.input_files import LIMIT_S, fingerprints, missing_pack, pack_files
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
@@ -122,7 +121,7 @@ def _root_remedy(data: DataConfig) -> str:
     write = f"write {facts.root}"
     if facts.is_downloaded:
         return f"{write}, or fetch them with `hpc-train prepare FILE`"
-    is_useless = data.name in DATA_SETS and not facts.needs_root
+    is_useless = data.name in built_in.DATA_SETS and not facts.needs_root
     return f"take it out; {data.name} needs none" if is_useless else write
 
 

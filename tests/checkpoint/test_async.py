@@ -104,7 +104,7 @@ def test_a_save_is_collected_once_and_tells_what_it_took(run: RunPaths) -> None:
     assert checkpointer.collect() is None and not checkpointer.is_busy
     checkpointer.begin(trainee.state, 3, {})
     assert checkpointer._under_way is not None
-    checkpointer._under_way.wait()
+    checkpointer._under_way.has_ended.wait()
     third = checkpointer.collect()
     assert third is not None and third.step == 3
     assert checkpointer.collect() is None and checkpointer.finish() is None
@@ -201,7 +201,7 @@ def fill_the_disk(rank: int, world_size: int, folder: Path) -> tuple[bool, str]:
         checkpointer.begin(trainee.state, 2, {})
         checkpointer.wait_staged()
         assert checkpointer._under_way is not None
-        checkpointer._under_way.wait()
+        checkpointer._under_way.has_ended.wait()
         knew = checkpointer.has_failed
         return knew, error_of(lambda: checkpointer.finish() and None)
 
@@ -233,7 +233,7 @@ def lose_a_peer(rank: int, folder: Path, store: Path) -> None:
 
     checkpointer.begin(trainee.state, 2, {}, die)
     assert checkpointer._under_way is not None
-    checkpointer._under_way.wait()
+    checkpointer._under_way.has_ended.wait()
     assert checkpointer.has_failed
     try:
         checkpointer.finish()

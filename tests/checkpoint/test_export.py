@@ -23,9 +23,8 @@ from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.export import _write, export, main
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
 from hpc_train.training.checkpoint.state import TrainingState
-from hpc_train.training.ema import Ema
-from hpc_train.training.models.lora import add_lora
-from hpc_train.training.train_state import load_initial_weights
+from hpc_train.training.models.fine_tuning import add_lora
+from hpc_train.training.train_state import Ema, load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, forge, make_run
 from tests.run.runs import small_run
 

@@ -25,9 +25,9 @@ from hpc_train.training.datasets.batches import evaluation_batches
 from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.sources.image_files import ImageFiles
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.ema import Ema
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.lora import add_lora
+from hpc_train.training.models.fine_tuning import add_lora
+from hpc_train.training.train_state import Ema
 from tests.checkpoint.checkpoint_runs import Trainee, begin_attempt
 from tests.run.runs import small_run
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_without_the_facts_reads_the_data(
     run, model = make_run(tmp_path)
     save(run, model, 4, {"mean": [0.1] * 3, "std": [0.9] * 3})
     source = DataSource([], None, COLORS)
-    monkeypatch.setattr("hpc_train.training.checkpoint.inference.build_source", lambda config: source)
+    monkeypatch.setattr("hpc_train.training.datasets.building.build_source", lambda config: source)
     found = loaded(run)
     assert found.class_names == COLORS.class_names and found.data.mean == (0.1,) * 3
 

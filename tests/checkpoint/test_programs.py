@@ -14,7 +14,7 @@ from torch import Tensor
 import hpc_train
 from hpc_train.errors import BadFileError
 from hpc_train.training.checkpoint.export import export
-from hpc_train.training.checkpoint.programs import example_inputs
+from hpc_train.training.checkpoint.inference import example_inputs
 from hpc_train.training.datasets.base import DataSource
 from tests.checkpoint.test_inference import COLORS, LETTERS, VIT, Net, make_run
 
@@ -98,7 +98,7 @@ def test_inputs_of_an_unknown_size_are_those_of_the_data(
         example_inputs(model)
     images = torch.zeros(4, 3, 9, 7, dtype=torch.uint8)
     source = DataSource([(image, 0) for image in images], None, COLORS)
-    monkeypatch.setattr("hpc_train.training.checkpoint.programs.build_source", lambda config: source)
+    monkeypatch.setattr("hpc_train.training.datasets.building.build_source", lambda config: source)
     inputs = example_inputs(model)
     assert isinstance(inputs, Tensor) and inputs.shape == (2, 3, 9, 7)
     assert inputs[0, 2, 0, 0] == pytest.approx(-COLORS.mean[2] / COLORS.std[2])

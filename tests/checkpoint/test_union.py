@@ -20,9 +20,9 @@ from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.checkpoint.export import export
 from hpc_train.training.checkpoint.state import DIFFERENT, TrainingState
-from hpc_train.training.ema import Ema
 from hpc_train.training.strategies.base import Piece
 from hpc_train.training.strategies.pieces import dealt_out, dealt_pieces
+from hpc_train.training.train_state import Ema
 from tests.checkpoint.checkpoint_runs import (
     differences,
     error_of,

@@ -103,7 +103,7 @@ def test_a_full_disk_is_reported_and_harms_nothing(disk: Path, is_foreseen: bool
 
 
 def wait_for_failure(checkpointer: writing.Any) -> None:
-    checkpointer._under_way.wait()
+    checkpointer._under_way.has_ended.wait()
     assert checkpointer.has_failed and not checkpointer.is_busy
 
 
@@ -169,7 +169,7 @@ def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save_and_is
 
     trainee = Trainee()
     checkpointer = trainee.checkpointer(run)
-    monkeypatch.setattr(writing, "prune", refuse)
+    monkeypatch.setattr(writing.checkpoints, "prune", refuse)
     for step in (1, 2):
         checkpointer.save(trainee.state, step, {})
     [warning] = caplog.messages
@@ -290,17 +290,12 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-@pytest.mark.parametrize(("beside_training", "lower_by"), [(True, 10), (False, 0)])
-def test_training_has_priority_over_an_asynchronous_save_alone(
-    run: RunPaths, beside_training: bool, lower_by: int
-) -> None:
+def test_training_has_priority_over_a_save(run: RunPaths) -> None:
     trainee, found = Trainee(), list[int]()
     checkpointer = trainee.checkpointer(run)
-    checkpointer.begin(
-        trainee.state, 1, {}, lambda: found.append(nice_value()), beside_training=beside_training
-    )
+    checkpointer.begin(trainee.state, 1, {}, lambda: found.append(nice_value()))
     checkpointer.finish()
-    assert found == [min(19, nice_value() + lower_by)]
+    assert found == [min(19, nice_value() + 10)]
 
 
 def nice_value() -> int:

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cli import evaluate
+from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
+from hpc_train.run import evaluation_jobs
+from hpc_train.run.files import write_json
 from tests.cli.commands import hpc_train
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
@@ -72,3 +76,31 @@ def test_options_that_select_different_checkpoints_are_refused(run: RunPaths, op
 def test_export_to_an_unknown_suffix_is_reported(run: RunPaths) -> None:
     done = hpc_train("export", "abc", "-o", "w.xyz", "--best")
     assert "-o w.xyz: written as safetensors" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "is_due", "is_recorded"),
+    [
+        ([], True, True),
+        ([], False, False),
+        (["data.workers=1"], True, False),
+        (["--code", "new"], True, False),
+    ],
+)
+def test_an_evaluation_adds_the_row_that_a_job_should_have_left(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, options: list[str], is_due: bool, is_recorded: bool
+) -> None:
+    def run_ranks(*_: object) -> tuple[ExitCode, RunPaths]:
+        paths = RunPaths(run.folder.parents[2] / "temporary" / "ranks")
+        paths.folder.mkdir(parents=True)
+        write_json(paths.evaluated_checkpoint, {"run": str(run.folder)})
+        paths.metrics.write_text('{"split": "val", "step": 5, "loss": 0.5}\n')
+        return ExitCode.DONE, paths
+
+    monkeypatch.setattr(evaluate, "run_ranks", run_ranks)
+    if is_due:
+        evaluation_jobs.request(run, 5)
+        evaluation_jobs.note_failure(run, 5, "job 3 ended without a result: CANCELLED")
+    assert hpc_train("evaluate", "abc", "--step", "5", *options).code == 0
+    assert list(evaluation_jobs.rows(run)) == [5] * is_recorded
+    assert list(evaluation_jobs.failures(run)) == [5] * (is_due and not is_recorded)

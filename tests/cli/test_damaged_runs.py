@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli import checkpoint_commands
+from hpc_train.cli import evaluate
 from hpc_train.cli.logs import _LogReader
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
@@ -35,6 +35,8 @@ _FILES = (
 _FOLDERS = ("code", "attempts", "attempts/1", "checkpoints", "checkpoints/step-00000004", "cache", "wandb")
 _JSON = ("run.json", "status.json", "attempts/1/attempt.json", "checkpoints/step-00000004/manifest.json")
 _VALUES: tuple[Any, ...] = ("²", [{}], {"x": [[1]]})
+#: Else commands that change the run get one of the values per key: one decoder reads the files for all.
+_TRIES_ALL = os.environ.get("HPC_TRAIN_ALL_PARALLEL") == "1"
 
 Damage = Callable[[Path], object]
 
@@ -86,7 +88,7 @@ def runs(file: Path, tmp_path: Path) -> tuple[RunPaths, RunPaths]:
 @pytest.fixture(autouse=True)
 def _export_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process of its own, which imports torch each time."""
-    monkeypatch.setattr(checkpoint_commands, "run_child", lambda module, *arguments: export(arguments))
+    monkeypatch.setattr(evaluate, "run_child", lambda module, *arguments: export(arguments))
 
 
 @pytest.fixture(autouse=True)
@@ -199,9 +201,10 @@ def test_files_that_are_too_large(runs: tuple[RunPaths, RunPaths], file: Path) -
 def test_values_of_a_wrong_type(runs: tuple[RunPaths, RunPaths], file: Path, name: str) -> None:
     true = json.loads((runs[0].folder / name).read_text())
     wrong = []
-    for key, value in product(true, _VALUES):
+    for (number, key), (kind, value) in product(enumerate(true), enumerate(_VALUES)):
         text = json.dumps(true | {key: value})
-        tried = {"status", "resume", "clean", "cancel"}
+        is_tried_by_all = _TRIES_ALL or kind == number % len(_VALUES)
+        tried = {"status", "resume", "clean", "cancel"} if is_tried_by_all else {"status"}
         found = problems(runs, file, name, lambda path: path.write_text(text), tried)
         wrong += [f"{key}={value}: {each}" for each in found]
     assert wrong == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli.from_script import job_values
+from hpc_train.cli.init import job_values
 from hpc_train.experiment.config.schema import Program
 from hpc_train.experiment.validate.loading import load
 from hpc_train.workloads.script_survey import Script, survey

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import checkpoint_commands
+from hpc_train.cli import evaluate
 from hpc_train.paths import RunPaths
 from hpc_train.run import find
 from hpc_train.run.create import create_run
@@ -68,7 +68,7 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert create_run(paths, small_experiment(seed=seed), run_id, 10)
     is_readable = find.is_readable
     monkeypatch.setattr(find, "is_readable", lambda run: run != paths and is_readable(run))
-    monkeypatch.setattr(checkpoint_commands, "run_child", lambda *arguments: 0)
+    monkeypatch.setattr(evaluate, "run_child", lambda *arguments: 0)
     return paths.folder
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import queue_forecast
+from hpc_train.cli import preflight
 from hpc_train.cli.preflight import missing_data
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.plan.input_files import pack_files
@@ -207,7 +207,7 @@ class _TwoJobs(SlurmLauncher):
 
 
 def _refused(file: Loaded, plan: Plan) -> list[str]:
-    return queue_forecast.never_starting(_TwoJobs(), file, plan.name, queue_forecast.to_submit(plan))
+    return preflight.never_starting(_TwoJobs(), file, plan.name, preflight.to_submit(plan))
 
 
 def test_only_runs_that_would_be_submitted_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,5 +220,5 @@ def test_only_runs_that_would_be_submitted_count(tmp_path: Path, monkeypatch: py
         paths.folder.mkdir(parents=True)
         paths.run.write_text("{}")
     assert _refused(file, plan) == []
-    (line,) = queue_forecast.never_starting(_TwoJobs(), file, plan.name, plan.runs)
+    (line,) = preflight.never_starting(_TwoJobs(), file, plan.name, plan.runs)
     assert "sweep: 4 runs" in line

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.cli import evaluate
-from hpc_train.cli.predict import say_skipped, write_rows
+from hpc_train.cli.evaluate import say_skipped, write_rows
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
 from tests.cli.commands import hpc_train

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_train.cli import verify as module
+from hpc_train.cli import verify_jobs
 from hpc_train.cli.replay_options import VerifyOptions
 from hpc_train.cli.replayed_run import ReplayedRun
+from hpc_train.errors import NoSchedulerError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.launchers.base import JobArray, KeyProblem
 from hpc_train.paths import RunPaths
+from hpc_train.report.reproduction import VerifiedStretch
 from hpc_train.run.digests import DigestsFile
+from hpc_train.run.verification_parts import PartsRequest
 from tests.cli.commands import hpc_train
+from tests.cli.json_checks import checked
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, save
 from tests.run.test_digests import digest
@@ -31,6 +39,11 @@ def run(tmp_path: Path) -> RunPaths:
         (["--slots", "2"], "--slots: has no effect without --replay; add it, or omit --slots"),
         (["--part", "1/2"], "--part: has no effect without --replay"),
         (["--tolerance", "0"], "--tolerance: has no effect without --replay"),
+        (["--submit"], "--submit: has no effect without --replay"),
+        (
+            ["--replay", "--submit", "--part", "1/2"],
+            "--part: each job of --submit repeats a part",
+        ),
         (["--replay", "--part", "3/2"], "--part: '3/2' is not K/N with K from 1 to N, such as 3/20"),
         (["--replay", "--part", "x"], "--part: 'x' is not K/N"),
         (["--replay", "--slots", "0"], "--slots"),
@@ -97,3 +110,85 @@ def test_a_replay_that_can_not_be_bitwise_has_a_tolerance(run: RunPaths) -> None
     assert replays(run)._parts[0].tolerance == 0
     assert replays(run, devices=1)._parts[0].tolerance == module.DEFAULT_TOLERANCE, "two saved it"
     assert replays(run, devices=1, tolerance=0.0)._parts[0].tolerance == 0
+
+
+class Queue:
+    """A launcher whose jobs end when a test says so."""
+
+    title = "Queue"
+
+    def __init__(self) -> None:
+        self.arrays: list[JobArray] = []
+        self.ended: dict[int, str] = {}
+        self.fails = False
+
+    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        return [] if experiment.slurm is not None else [KeyProblem("slurm", "is missing", "write it")]
+
+    def submit_array(self, array: JobArray) -> str:
+        self.arrays.append(array)
+        return str(10 + len(self.arrays))
+
+    def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        if self.fails:
+            raise NoSchedulerError("no answer")
+        return {number: state for number, state in self.ended.items() if number in numbers}
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+    monkeypatch.setattr(verify_jobs, "load_launcher", lambda name: queue)
+    return queue
+
+
+def verified(*words: str, code: int) -> dict[str, Any]:
+    done = hpc_train("verify", "abc", *words, "--json")
+    assert done.code == code, done.err
+    (answer,) = checked("verify", done.out)["runs"]
+    found: dict[str, Any] = answer
+    return found
+
+
+def test_jobs_repeat_a_part_each_and_their_results_are_joined(tmp_path: Path, queue: Queue) -> None:
+    run = small_run(tmp_path / "runs", slurm={"ranks_per_node": 2})
+    begin_attempt(run, 1)
+    for step in (5, 10, 15):
+        save(run, step)
+    words = ("--replay", "--submit", "--slots", "2", "--tolerance", "0.5")
+    jobs = verified(*words, code=0)["jobs"]
+    assert jobs == {"job": "11", "parts": 2, "unfinished": [1, 2], "failed": {}, "last": 15}
+    (array,) = queue.arrays
+    assert (array.count, array.module, array.folder) == (2, "cli.verify", run.verification)
+    done = hpc_train("verify", "abc", *words)
+    assert done.code == 2 and "abc: job 11 of Queue still verifies it" in done.err, done.err
+    request = PartsRequest.read(run)
+    assert request is not None and request.tolerance == 0.5
+    row = dict.fromkeys(VerifiedStretch.__annotations__) | {
+        "first": 1, "last": 5, "result": "identical", "tolerance": 0.0, "numbers": [],
+        "host": "n1", "slot": 1,
+    }  # fmt: skip
+    request.note(run, 1, {"stretches": [row], "seconds": 2.5})
+    queue.fails = True
+    assert "the state of job 11 is unknown: no answer" in hpc_train("verify", "abc").err
+    queue.fails = False
+    answer = verified(code=75)
+    assert (answer["jobs"]["unfinished"], answer["seconds"], answer["slots"]) == ([2], 2.5, 2)
+    queue.ended = {2: "TIMEOUT"}
+    done = hpc_train("verify", "abc")
+    assert done.code == 1 and "part 2 of 2: job 11_2 has ended without a result (TIMEOUT)" in done.err
+    other = row | {"first": 6, "last": 10, "result": "failed"}
+    request.note(run, 2, {"stretches": [row | {"first": 11, "last": 15}, other], "seconds": 1.0})
+    answer = verified(code=1)
+    assert [stretch["first"] for stretch in answer["stretches"]] == [1, 6, 11]
+    save(run, 20)
+    assert "abc: steps 16 to 20 are newer than job 11" in hpc_train("verify", "abc").err
+    verified(*words, code=0)  # a new array; results of the former one do not count
+    assert verified(code=1)["stretches"] == [], "job 2 has ended"
+
+
+def test_a_run_that_requests_no_resources_has_no_jobs(run: RunPaths, queue: Queue) -> None:
+    save(run, 5)
+    done = hpc_train("verify", "abc", "--replay", "--submit")
+    assert done.code == 2 and "--submit: slurm of abc is missing; omit --submit" in done.err, done.err
+    assert not queue.arrays and not run.verification.exists()

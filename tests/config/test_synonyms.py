@@ -25,8 +25,8 @@ from hpc_train.experiment.config.synonyms import (
     keys_by_name,
     keys_within,
     tables,
+    values_by_name,
 )
-from hpc_train.experiment.config.value_synonyms import values_by_name
 
 
 def test_no_name_of_other_tools_has_two_keys() -> None:

@@ -91,19 +91,19 @@ def test_an_unreadable_sample_is_named(workers: int, error: Exception, words: st
 
 def test_workers_outlive_the_jobs_signals_and_end_when_closed() -> None:
     batches = training(random_split(20), workers=2)
-    pids = batches.worker_pids
+    pids = batches.stream.worker_pids
     assert len(pids) == 2
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         for pid in pids:
             os.kill(pid, number)
     assert len(list(batches)) == TOTAL_STEPS
-    assert batches.worker_pids == []
+    assert batches.stream.worker_pids == []
 
 
 def test_closing_early_ends_the_workers() -> None:
     batches = training(random_split(20), total_steps=1000, workers=2)
     next(batches)
-    pids = batches.worker_pids
+    pids = batches.stream.worker_pids
     batches.close()
     batches.close()
     assert len(pids) == 2

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.training.datasets.random_numbers import Keys, hash_words
-from hpc_train.training.distributed.seeds import splitmix64
+from hpc_train.training.datasets.random_numbers import Keys, hash_words, splitmix64
 
 WORDS = st.integers(min_value=0, max_value=2**63 - 1)
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15

@@ -164,12 +164,12 @@ def test_a_killed_worker_makes_ready_and_is_explained_by_next(tmp_path: Path) ->
     before = signal.getsignal(signal.SIGCHLD)
     with training(GatedSplit(tmp_path / "gate"), workers=1) as batches:
         assert not batches.is_ready()
-        (pid,) = batches.worker_pids
+        (pid,) = batches.stream.worker_pids
         os.kill(pid, signal.SIGKILL)
         wait_until_ready(batches)
         with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed.*memory.*fewer workers"):
             next(batches)
-        assert batches.worker_pids == []
+        assert batches.stream.worker_pids == []
     assert signal.getsignal(signal.SIGCHLD) == before
 
 
@@ -181,7 +181,7 @@ def test_workers_killed_at_any_moment_are_explained(asks: bool) -> None:
     for delay_s in (0.0, 0.003, 0.01, 0.03, 0.06):
         with training(random_split(20), total_steps=10**6, workers=2) as batches:
             next(batches)
-            killer = threading.Timer(delay_s, os.kill, (batches.worker_pids[-1], signal.SIGKILL))
+            killer = threading.Timer(delay_s, os.kill, (batches.stream.worker_pids[-1], signal.SIGKILL))
             killer.start()
             with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed \(pid \d+, signal 9\)"):
                 while True:

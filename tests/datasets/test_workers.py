@@ -51,7 +51,7 @@ if sys.argv[1] == "slow to start":
         die_with(parent)
     processes.die_with = wait_for_its_end
 batches = training_batches(source(Blocked()), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
-print(*batches.worker_pids, flush=True)
+print(*batches.stream.worker_pids, flush=True)
 if sys.argv[1] != "free":
     time.sleep(600)
 next(batches)
@@ -121,10 +121,10 @@ class Unreadable:
 def test_a_worker_that_is_killed_while_it_writes_is_noticed(workers: int) -> None:
     what = experiment(workers=workers)
     with training_batches(source(Unreadable()), what, Position(0), 1000, 0, 1, CPU) as batches:
-        iterator = batches._stream._iterator
+        iterator = batches.stream._iterator
         assert iterator._data_queue._poll(60), "one writes"
-        os.kill(batches.worker_pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerLostError, match=rf"pid {batches.worker_pids[0]}, signal 9"):
+        os.kill(batches.stream.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=rf"pid {batches.stream.worker_pids[0]}, signal 9"):
             while True:
                 with suppress(BadFileError):
                     next(batches)
@@ -141,7 +141,7 @@ def test_a_thread_that_pins_memory_and_waits_for_the_device_keeps_no_rank(
     stuck: Any = SimpleNamespace(
         _shutdown_workers=lambda: device_is_done.wait(HANG_LIMIT_S), _workers=[process]
     )
-    batches._stream._iterator = stuck
+    batches.stream._iterator = stuck
     try:
         batches.close()
         assert killed == [False]

@@ -58,7 +58,7 @@ import torch
 from hpc_train.rank import signals
 from hpc_train.training.distributed import shared_flags
 from hpc_train.training.distributed.consensus import Agreement, StepFlags
-from hpc_train.training.distributed.lost_peers import peer_lost
+from hpc_train.training.distributed.backends import peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.rank.env import RankFacts
 from hpc_train.errors import PeerLostError

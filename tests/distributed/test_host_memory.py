@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from hpc_train.training.distributed.host_memory import keep_freed
+from hpc_train.training.distributed.rank_limits import keep_freed
 
 glibc_only = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 SCRIPT = r"""
 import os, re, resource, sys
-from hpc_train.training.distributed.host_memory import keep_freed
+from hpc_train.training.distributed.rank_limits import keep_freed
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -52,7 +52,7 @@ def test_a_setting_of_the_user_stays(name: str) -> None:
 
 @pytest.mark.parametrize(("limit_mib", "is_refused"), [(500, True), (4000, False)])
 def test_an_address_space_without_room_for_training_is_refused(limit_mib: int, is_refused: bool) -> None:
-    module = "hpc_train.training.distributed.host_memory"
+    module = "hpc_train.training.distributed.rank_limits"
     program = f"from {module} import check_address_space; check_address_space('n1')"
     done = subprocess.run(
         ["prlimit", f"--as={limit_mib << 20}", sys.executable, "-c", program],

@@ -19,9 +19,8 @@ from torch.distributed import distributed_c10d
 from hpc_train.errors import ExitCode, NetworkFaultError, PeerLostError
 from hpc_train.rank import network
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import nccl
-from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
-from hpc_train.training.distributed.nccl import Fault, fault_in
+from hpc_train.training.distributed import backends
+from hpc_train.training.distributed.backends import Fault, fault_in, nccl_words, peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.health.watchdog import collectives_begun
@@ -29,7 +28,7 @@ from tests.distributed.test_env import SLURM
 
 HAS_NCCL2 = hasattr(distributed_c10d, "ProcessGroupNCCL2")
 needs_nccl2 = pytest.mark.skipif(not HAS_NCCL2, reason="needs torch 2.15")
-VARIABLES = (nccl.CLASS_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE")
+VARIABLES = (backends.CLASS_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -141,14 +140,14 @@ class Made:
 @pytest.mark.parametrize("chosen", [None, "0", "1"])
 def test_class_and_device(chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if chosen is not None:
-        monkeypatch.setenv(nccl.CLASS_VARIABLE, chosen)
+        monkeypatch.setenv(backends.CLASS_VARIABLE, chosen)
     made, device = Made(monkeypatch), torch.device("cuda:1")
     group = join(RankFacts(), device, tmp_path / "rendezvous.json", "token", Timeouts(join_s=7, silence_s=9))
     try:
         assert made.arguments["backend"] == "cpu:gloo,cuda:nccl"
         assert made.arguments["timeout"] == timedelta(seconds=7)
         assert made.timeouts == [timedelta(seconds=9)], "a silent peer has longer than one that connects"
-        assert os.environ[nccl.CLASS_VARIABLE] == (chosen or "0")
+        assert os.environ[backends.CLASS_VARIABLE] == (chosen or "0")
         assert made.arguments.get("device_id") == (device if chosen == "1" and HAS_NCCL2 else None)
         assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
         assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ, "deprecated: torch warns on each rank"
@@ -164,14 +163,14 @@ def test_class_and_device(chosen: str | None, tmp_path: Path, monkeypatch: pytes
 def test_torch_registers_the_chosen_class(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own code: the variable counts until the first group with NCCL is made."""
     if chosen is not None:
-        monkeypatch.setenv(nccl.CLASS_VARIABLE, chosen)
+        monkeypatch.setenv(backends.CLASS_VARIABLE, chosen)
     creators: list[Any] = []
     monkeypatch.setattr(dist.Backend, "register_backend", lambda name, creator, **_: creators.append(creator))
     monkeypatch.setattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    nccl.prepare(torch.device("cuda:0"), os.environ)
+    backends.prepare(torch.device("cuda:0"), os.environ)
     distributed_c10d._register_builtin_nccl_backend()
     is_second = creators == [distributed_c10d._create_nccl2_process_group]
-    assert nccl.uses_nccl2() is is_second is (chosen == "1")
+    assert backends.uses_nccl2() is is_second is (chosen == "1")
 
 
 def slurm_ranks(tasks: list[int], *, is_cyclic: bool = False) -> list[RankFacts]:
@@ -204,12 +203,12 @@ def slurm_ranks(tasks: list[int], *, is_cyclic: bool = False) -> list[RankFacts]
 )
 def test_nccl2_uses_the_training_device(ranks: list[RankFacts], monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own rule: without ``device_id`` it is the rank modulo the devices of the node."""
-    monkeypatch.setenv(nccl.CLASS_VARIABLE, "1")
+    monkeypatch.setenv(backends.CLASS_VARIABLE, "1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for facts in ranks:
         device = torch.device("cuda", facts.local_rank)
-        bound = nccl.prepare(device, os.environ).get("device_id")
+        bound = backends.prepare(device, os.environ).get("device_id")
         options: Any = SimpleNamespace(
             enable_reconfigure=False, group_rank=facts.rank, global_ranks_in_group=[],
             process_group=SimpleNamespace(bound_device_id=bound),
@@ -283,9 +282,9 @@ def test_a_recorder_without_collectives_has_no_record(monkeypatch: pytest.Monkey
     if dist.is_nccl_available():
         frame = c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
         assert len(frame) > 50 and "entries" not in json.loads(frame)
-    assert nccl.recorded_collectives() is None
+    assert backends.recorded_collectives() is None
     full = json.dumps({"entries": [{"profiling_name": "nccl2:all_reduce"}]}).encode()
     monkeypatch.setattr(
         c10d, "_dump_fr_trace_json", lambda backend: full if backend == "nccl2" else b"{}", raising=False
     )
-    assert nccl.recorded_collectives() == full
+    assert backends.recorded_collectives() == full

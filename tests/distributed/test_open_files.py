@@ -10,19 +10,19 @@ import pytest
 
 from hpc_train.errors import ExitCode
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import open_files
-from hpc_train.training.distributed.open_files import TooFewFilesError, needed
+from hpc_train.training.distributed import rank_limits
+from hpc_train.training.distributed.rank_limits import TooFewFilesError, needed_files
 from tests.waiting import HANG_LIMIT_S
 
 LIMITED = """
 import resource, sys
 soft, hard = map(int, sys.argv[1:3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from hpc_train.training.distributed.open_files import check
+from hpc_train.training.distributed.rank_limits import check_open_files
 from hpc_train.rank.env import RankFacts
 from hpc_train.errors import UserError
 try:
-    check(RankFacts(1, 400, 1, 8, 0, 50), (1, 1, 400, 1), 0, "n7")
+    check_open_files(RankFacts(1, 400, 1, 8, 0, 50), (1, 1, 400, 1), 0, "n7")
 except UserError as error:
     sys.exit(str(error))
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -60,7 +60,7 @@ def test_a_hard_limit_that_is_too_low_is_refused_with_the_number_needed() -> Non
 def test_it_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 32, 32)
     with pytest.raises(TooFewFilesError) as raised:
-        open_files.check(RankFacts(), (), 0, "n7")
+        rank_limits.check_open_files(RankFacts(), (), 0, "n7")
     assert raised.value.exit_code == ExitCode.ENVIRONMENT
 
 
@@ -77,15 +77,15 @@ def test_it_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["one rank", "a rank", "rank 0", "a mesh", "an axis of all ranks", "loader processes"],
 )
 def test_what_a_rank_needs(facts: RankFacts, axes: tuple[int, ...], loaders: int, number: int) -> None:
-    assert needed(facts, axes, loaders) == number
+    assert needed_files(facts, axes, loaders) == number
 
 
 @pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 4096])
 def test_a_high_limit_is_enough(hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 1024, hard)
-    open_files.check(RankFacts(1, 1000, 1, 8), (), 8, "n7")
+    rank_limits.check_open_files(RankFacts(1, 1000, 1, 8), (), 8, "n7")
 
 
 def test_a_limit_that_may_not_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 64, 4096, may_raise=False)
-    assert open_files.raise_limit() == 64
+    assert rank_limits.raise_file_limit() == 64

@@ -19,7 +19,7 @@ from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.files import write_json
 from hpc_train.training.distributed import process_group
-from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
+from hpc_train.training.distributed.backends import nccl_words, peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.strategies.pieces import new_mesh
@@ -33,7 +33,7 @@ PRELUDE = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from hpc_train.training.distributed.lost_peers import peer_lost
+from hpc_train.training.distributed.backends import peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.strategies.pieces import new_mesh
@@ -395,7 +395,7 @@ os._exit(0)
 def test_whoever_leaves_once_all_have_joined_leaves_nobody_connecting(tmp_path: Path) -> None:
     """Rank 0 takes the store with it: a rank that is about to connect would try on for minutes."""
     script = """
-from hpc_train.training.health.alarm import Board
+from hpc_train.training.health.hang import Board
 clone = dist.TCPStore.clone
 def slow_clone(store):
     time.sleep(2)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from hpc_train.training.distributed.seeds import seed_build, seed_forward, splitmix64, stream_seed
+from hpc_train.training.datasets.random_numbers import seed_build, seed_forward, splitmix64, stream_seed
 
 CPU = torch.device("cpu")
 

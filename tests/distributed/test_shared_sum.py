@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.training.distributed import shared_sum
-from hpc_train.training.distributed.shared_sum import SharedSum
+from hpc_train.training.distributed import shared_flags
+from hpc_train.training.distributed.shared_flags import SharedSum
 from tests.distributed.test_shared_flags import all_alive as all_alive
 from tests.distributed.test_shared_flags import of_ranks
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ PIECE = 1024
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_sum, "_PIECE", PIECE)
+    monkeypatch.setattr(shared_flags, "_PIECE", PIECE)
 
 
 def averaged(folder: Path, given: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -64,7 +64,7 @@ def test_all_ranks_have_the_same_mean(world_size: int, dtype: torch.dtype, tmp_p
 
 def by_both(rank: int, world_size: int) -> list[tuple[torch.dtype, int]]:
     """Return the cases in which a mean of gloo's differs from that of shared memory."""
-    shared = shared_sum.open_shared_sum(rank, world_size, dist.group.WORLD, 60.0)  # type: ignore[arg-type]
+    shared = shared_flags.open_shared_sum(rank, world_size, dist.group.WORLD, 60.0)  # type: ignore[arg-type]
     assert shared is not None
     torch.manual_seed(rank)
     differing = []
@@ -93,6 +93,6 @@ def test_gloo_is_left_to_many_ranks_and_to_cores_that_reorder_stores(
     def opened(*_: object) -> None:
         raise AssertionError("opened")
 
-    monkeypatch.setattr(shared_sum, "open_shared_flags", opened)
-    monkeypatch.setattr(shared_sum.platform, "machine", lambda: machine)
-    assert shared_sum.open_shared_sum(0, world_size, None, 60.0) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(shared_flags, "open_shared_flags", opened)
+    monkeypatch.setattr(shared_flags.platform, "machine", lambda: machine)
+    assert shared_flags.open_shared_sum(0, world_size, None, 60.0) is None  # type: ignore[arg-type]

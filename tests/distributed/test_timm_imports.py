@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.training.distributed import timm_imports
+from hpc_train.training import models
 from tests.cli.commands import REPOSITORY
 from tests.waiting import HANG_LIMIT_S
 
@@ -28,9 +28,7 @@ def run_python(script: str, folder: Path) -> str:
 
 def test_timm_does_without_wandb_and_the_users_own_code_has_it(tmp_path: Path) -> None:
     script = """
-from hpc_train.training.distributed.timm_imports import keep_wandb_out
-keep_wandb_out()
-keep_wandb_out()
+import hpc_train.training.models
 import timm
 print("wandb" in sys.modules)
 import wandb
@@ -71,4 +69,4 @@ import hpc_train.training.main
 print("timm" in sys.modules, any("NoWandb" in type(finder).__name__ for finder in sys.meta_path))
 """
     assert run_python(script, tmp_path).split() == ["False", "True"]
-    assert timm_imports._IMPORTER == "timm.utils.summary"
+    assert models._IMPORTER == "timm.utils.summary"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_train.launchers.gpus import count_gpus
+from hpc_train.rank.env import count_gpus
 from tests import warm
 from tests.terminals import Terminal
 from tests.waiting import HANG_LIMIT_S

@@ -1,7 +1,7 @@
-"""A net and its data in which one bit flips, in one micro-batch of one step.
+"""A net and its data in which one bit flips, in chosen micro-batches of chosen steps.
 
 A flip in ``model.args``, in the data or in the library ``flipping_library`` is repeated by replays. A flip in
-the environment (``FLIP``) is not, like the fault of a machine.
+the environment (``FLIP``) is not, like the fault of a machine, which may be limited to one node or rank.
 """
 
 from __future__ import annotations
@@ -9,21 +9,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.random_numbers import stream_seed
 from hpc_train.training.datasets.sources import digits
-from hpc_train.training.distributed.seeds import stream_seed
 from tests.end_to_end import paced
 from tests.end_to_end.parts import Block
 
-#: In the environment: a flip that no replay repeats, such as ``gradient:10:1:head:18``.
+#: In the environment: a flip that no replay repeats: ``gradient:10:1:head:18``, or ``…:10-60:0-3:…``.
 FLIP = "FLIPPED_BIT"
+#: The node, or the rank, on which alone bits flip, and a file that the first and only flip creates.
+FLIPS_ON, FLIPS_ONCE = "FLIPPED_BIT_ON", "FLIPPED_BIT_ONCE"
+#: A file that the first flip creates, with the name of its node: no other node flips bits. That one does
+#: once or, if the flip has several steps, in each of them.
+BAD_NODE = "FLIPPED_BIT_NODE"
 #: The package outside of the snapshot, in a folder of PYTHONPATH, with a flip in its ``FLIP``.
 LIBRARY = "flipping_library"
 SEED = 3
@@ -36,7 +44,8 @@ DROPOUTS = ("blocks.0.dropout", "blocks.1.dropout")
 class Flip:
     """``bit`` of the largest element, counted from the lowest one of the 32.
 
-    ``number``: of the micro-batch, which one rank trains: the flip is on that rank.
+    ``number``: of the micro-batch, which one rank trains: the flip is on that rank. ``num_steps`` and
+    ``num_numbers``: it recurs in this many of each.
     """
 
     kind: str
@@ -44,18 +53,40 @@ class Flip:
     number: int
     module: str = "blocks.0.conv"
     bit: int = 18
+    num_steps: int = 1
+    num_numbers: int = 1
 
     @classmethod
     def parsed(cls, text: str) -> Flip:
-        kind, step, number, module, bit = text.split(":")
-        return cls(kind, int(step), int(number), module, int(bit))
+        kind, steps, numbers, module, bit = text.split(":")
+        (step, num_steps), (number, num_numbers) = map(_first_and_count, (steps, numbers))
+        return cls(kind, step, number, module, int(bit), num_steps, num_numbers)
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.step}:{self.number}:{self.module}:{self.bit}"
+        steps, numbers = _span(self.step, self.num_steps), _span(self.number, self.num_numbers)
+        return f"{self.kind}:{steps}:{numbers}:{self.module}:{self.bit}"
+
+    @cached_property
+    def _seeds(self) -> set[int]:
+        steps = range(self.step - 1, self.step - 1 + self.num_steps)
+        numbers = range(self.number, self.number + self.num_numbers)
+        return {stream_seed(SEED, step, number) for step in steps for number in numbers}
 
     def is_due(self) -> bool:
-        """Return True in the micro-batch, whose random stream identifies it."""
-        return torch.initial_seed() == stream_seed(SEED, self.step - 1, self.number)
+        """Return True in the micro-batches, which their random stream identifies, on the node or rank."""
+        is_its = torch.initial_seed() in self._seeds and _is_here() and _is_first()
+        return is_its and (BAD_NODE not in os.environ or self._is_on_bad_node())
+
+    def _is_on_bad_node(self) -> bool:
+        if dist.get_rank() != self.number % dist.get_world_size():
+            return False  # it repeats the micro-batch of that rank
+        file, node = Path(os.environ[BAD_NODE]), os.environ["SLURMD_NODENAME"]
+        try:
+            with file.open("x") as opened:
+                opened.write(node)
+        except FileExistsError:
+            return self.num_steps > 1 and file.read_text() == node
+        return True
 
     def of(self, value: Tensor) -> Tensor:
         """Return a copy in which the bit differs."""
@@ -70,6 +101,29 @@ class Flip:
             largest = int(flat.abs().argmax())
             mask = torch.tensor(1 << self.bit, dtype=torch.int32)
             flat.view(torch.int32)[largest] ^= mask
+
+
+def _first_and_count(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first) - int(first) + 1
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _is_here() -> bool:
+    where = os.environ.get(FLIPS_ON)
+    return where is None or where in (os.environ.get("SLURMD_NODENAME"), str(dist.get_rank()))
+
+
+def _is_first() -> bool:
+    if file := os.environ.get(FLIPS_ONCE):
+        try:
+            Path(file).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
 
 
 class Flipping(nn.Module):
@@ -124,6 +178,8 @@ def inject(model: nn.Module, flip: Flip) -> None:
     target = model.get_submodule(flip.module)
     if flip.kind == "output":
         target.register_forward_hook(lambda module, args, output: _with_gradient(flip, module, output))
+    elif flip.kind == "backward":
+        target.register_forward_hook(lambda module, args, output: _flip_gradient(flip, module, output))
     elif flip.kind == "input":  # of the model, as if a copy to the device had changed it
         model.register_forward_pre_hook(lambda module, args: (_with_gradient(flip, module, args[0]),))
     elif flip.kind in ("moment", "stored weight"):
@@ -134,6 +190,11 @@ def inject(model: nn.Module, flip: Flip) -> None:
 
 def _with_gradient(flip: Flip, module: nn.Module, value: Tensor) -> Tensor:
     return value + (flip.of(value) - value.detach()) if module.training and flip.is_due() else value
+
+
+def _flip_gradient(flip: Flip, module: nn.Module, value: Tensor) -> None:
+    if module.training and flip.is_due():
+        value.register_hook(flip.of)
 
 
 def _before_forward(flip: Flip) -> Callable[[nn.Module, Any], None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hpc_train.loggers import threads as logger_threads
+from hpc_train.loggers import metrics_writer as logger_threads
 from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.rank import signals
 from tests.waiting import HANG_LIMIT_S, came_true

@@ -34,7 +34,7 @@ _OWN_PARTS = (
     "end_to_end/parts", "end_to_end/paced", "end_to_end/holding", "cli/launchers", "gpu/parts",
     "models/factories", "search/methods", "slurm/aborting", "slurm/bad_node", "slurm/crashing", "slurm/stuck",
     "slurm/visible", "tasks/detectors", "gpu/scarce", "aborts", "waiting",
-    "datasets/sources/stand_in_datasets", "end_to_end/flips", "end_to_end/machine_flips", "faults/counting",
+    "datasets/sources/stand_in_datasets", "end_to_end/flips", "faults/counting",
 )  # fmt: skip
 #: What a row says of the moment, not of the training.
 OF_THE_MOMENT = {

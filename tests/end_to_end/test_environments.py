@@ -204,7 +204,6 @@ CASES = [
         limit(f"--as={3500 << 20}"),
         "ulimit -v",
         may_train=True,
-        ranks=2,
         is_sampled=True,
     ),
     Case("file-size", {}, limit("--fsize=4096"), "ulimit -f"),

@@ -35,12 +35,12 @@ device: cuda
 model: {name: "tests.gpu.parts:hungry", args: {sample_bytes: 100663296, dropout: 0.2}}
 data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
 optimization:
-  steps: 12
+  steps: 8
   global_batch_size: 48
   micro_batch_size: auto
   optimizer: {name: adamw, lr: 0.003}
   clip_grad_norm: 1.0
-evaluation: {every_steps: 5}
+evaluation: {every_steps: 8}
 checkpoint: {every_steps: 4}
 logging: {every_steps: 1}
 """

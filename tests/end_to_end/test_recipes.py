@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torchvision.io import write_jpeg
 
+from hpc_train.experiment.validate.loading import load
 from tests.cli import commands
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
@@ -80,6 +82,13 @@ OF_RECIPE: dict[str, tuple[str, ...]] = {
     "vit-small": ("model.args.depth=2", "model.args.embed_dim=24", "model.init_from=null"),
     "vit-small-pretrain": ("model.args.depth=2", "model.args.embed_dim=24"),
 }
+#: Recipes that differ in name and learning rate alone from another one, once they are small.
+SAME_AS = {
+    "cityscapes-deeplabv3-mobilenet": "cityscapes-lraspp-mobilenet",
+    "cityscapes-deeplabv3-resnet101": "cityscapes-lraspp-mobilenet",
+    "cityscapes-fcn-resnet50": "cityscapes-lraspp-mobilenet",
+    "coco-fcos": "coco-fasterrcnn",
+}
 RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 #: Run by tests/end_to_end/test_language_model_recipes.py.
 LANGUAGE_MODELS = {"gpt2-124m", "llama-fsdp-tensor"}
@@ -117,6 +126,18 @@ def roots(recipe: str, data: Path) -> tuple[str, ...]:
     return tuple(f"data.root={data / path}" for name, path in found.items() if name in text)
 
 
+def small(recipe: str, data: Path) -> tuple[str, ...]:
+    """Return the overrides that make the recipe small."""
+    return (*SHORT, *OF_RECIPE[recipe], *roots(recipe, data))
+
+
+def settings(recipe: str, data: Path) -> dict[str, Any]:
+    """Return the settings of the small recipe without its name and learning rate."""
+    found = load(EXAMPLES / f"{recipe}.yaml", small(recipe, data)).experiment.model_dump()
+    del found["name"], found["optimization"]["optimizer"]["lr"]
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - LANGUAGE_MODELS))
 def test_a_recipe_is_planned_and_trains(
@@ -126,8 +147,10 @@ def test_a_recipe_is_planned_and_trains(
     monkeypatch.chdir(tmp_path)
     planned = commands.hpc_train("plan", example)
     assert planned.code == 0, planned.err
-    overrides = (*SHORT, *OF_RECIPE[recipe], *roots(recipe, data))
-    done = hpc_train("submit", example, *overrides, "--local", "--devices", "1", **runs)
+    if recipe in SAME_AS:
+        assert settings(recipe, data) == settings(SAME_AS[recipe], data)
+        return
+    done = hpc_train("submit", example, *small(recipe, data), "--local", "--devices", "1", **runs)
     assert done.code == 0, done.err
     (paths,) = found_runs(tmp_path)
     assert status(paths)["state"] == "completed"

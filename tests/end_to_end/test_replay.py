@@ -88,7 +88,8 @@ VIT = ('model={name: "tests.end_to_end.paced:vit", args: {dropout: 0.0}}', *SHOR
         (("parallel.strategy=tensor", *VIT), 2),
         (("parallel.strategy=pipeline", *VIT), 2),
         (("parallel.strategy=split", *VIT), 2),
-        (COMPILED, 1),
+        # test_bisect.py compares all digests of a compiled run with its replay.
+        pytest.param(COMPILED, 1, marks=pytest.mark.soak),
         (("activation_checkpointing=blocks", *VIT), 2),
     ],
     ids=lambda value: value[0].partition("=")[2] if isinstance(value, tuple) else str(value),

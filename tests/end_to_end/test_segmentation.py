@@ -11,9 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.training.datasets.random_numbers import Keys
+from hpc_train.training.datasets.random_numbers import Keys, seed_build
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
-from hpc_train.training.distributed.seeds import seed_build
 from tests.datasets.sources.masks import IGNORED, write_folder
 from tests.end_to_end.parts import segmenter
 from tests.end_to_end.runs import (

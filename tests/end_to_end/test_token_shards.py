@@ -16,9 +16,9 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from hpc_train.training.datasets.batches import evaluation_batches
 from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.random_numbers import seed_build
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.seeds import seed_build
 from hpc_train.training.models.building import build_model
 from hpc_train.training.tasks.base import make_task
 from tests.end_to_end.holding import Hold

@@ -10,7 +10,7 @@ import pytest
 from hpc_train.run.attempts import exit_codes, read_record
 from hpc_train.run.checkpoints import Manifest, committed
 from tests.datasets.sources.masks import write_folder
-from tests.end_to_end.machine_flips import FLIP, FLIPS_ON, FLIPS_ONCE
+from tests.end_to_end.flips import FLIP, FLIPS_ON, FLIPS_ONCE
 from tests.end_to_end.runs import (
     EXPERIMENT,
     assert_equal_to_the_bit,
@@ -24,8 +24,11 @@ from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
-TEXT = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.machine_flips:net").replace(
-    "every_steps: 7", "every_steps: 3"
+STEPS = 30
+TEXT = (
+    EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.flips:net")
+    .replace("every_steps: 7", "every_steps: 3")
+    .replace("steps: 60", f"steps: {STEPS}")
 )
 KEY = "recovery.verify_every_steps"
 
@@ -40,7 +43,7 @@ def test_a_verified_run_is_bitwise_identical(
     words = (f"parallel.strategy={strategy}",)
     verified = quiet_runs.of(*words, f"{KEY}={every}", text=TEXT, ranks=ranks)
     assert_equal_to_the_bit(quiet_runs.of(*words, text=TEXT, ranks=ranks), verified)
-    assert Manifest.read(committed(verified)[0]).verified == 59, "the last step begins there"
+    assert Manifest.read(committed(verified)[0]).verified == STEPS, "compared after the last step, too"
 
 
 def test_micro_batches_of_unequal_weight_are_verified(quiet_runs: QuietRuns, tmp_path: Path) -> None:
@@ -64,8 +67,13 @@ def test_micro_batches_of_unequal_weight_are_verified(quiet_runs: QuietRuns, tmp
 def test_one_flipped_bit_is_noticed_and_undone(
     kind: str, number: int, rank: int, ranks: int, every: int, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    step = random.randint(2, 58)
-    flip = {FLIP: f"{kind}:{step}:{number}", FLIPS_ON: str(rank), FLIPS_ONCE: str(tmp_path / "flipped")}
+    step = random.randint(2, STEPS - 2)
+    module = "head" if kind == "gradient" else "stem"
+    flip = {
+        FLIP: f"{kind}:{step}:{number}:{module}:18",
+        FLIPS_ON: str(rank),
+        FLIPS_ONCE: str(tmp_path / "flipped"),
+    }
     devices = ("--local", "--devices", str(ranks))
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     done = hpc_train("submit", write_experiment(tmp_path, TEXT), f"{KEY}={every}", *devices, **flip, **runs)

@@ -19,13 +19,11 @@ from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from hpc_train.run.run_status import read_status
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import Done, hpc_train, write_experiment
-from tests.faults.runs import HELD_ROW, LIMIT_S, wait
+from tests.faults.runs import HELD_ROW, wait
 from tests.faults.shim import Shim
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import ENVIRONMENT, RANK_MODULES, account, job_of
-from tests.slurm.host import succeeds
 from tests.slurm.runs import field, preempt
-from tests.waiting import came_true
 
 
 class SlurmRun:
@@ -125,9 +123,18 @@ class SlurmRun:
         before = field(self.cluster, job_of(self.paths), "TimeLimit")
 
         def change(limit: str) -> None:
-            # Refused for a while after the loss of a node.
-            command = ("scontrol", "update", job, f"TimeLimit={limit}")
-            assert came_true(lambda: succeeds(*command, **self.cluster.environment), LIMIT_S), command
+            refusals: list[str] = []
+
+            def is_changed() -> bool:
+                try:
+                    self.cluster.run("scontrol", "update", job, f"TimeLimit={limit}")
+                except RuntimeError as error:
+                    refusals.append(str(error))
+                    return False
+                return True
+
+            # Refused while slurmctld waits for the job's index in the database.
+            wait(is_changed, lambda: refusals[-1])
 
         change(str(minutes))
         return lambda: change(before)

@@ -128,8 +128,7 @@ def _soak() -> list[str]:
         "in_place": sum(sum(run["in_place"]) for run in runs),
     }
     values = defaultdict(int, results | faults | shapes | numbers)
-    text = " ".join(_SOAK.split()).format_map(values)
-    return [" ".join(filter(None, [text, results.get("note")])), ""]
+    return [" ".join(_SOAK.split()).format_map(values), ""]
 
 
 def is_sound(report: Report) -> bool:

@@ -360,8 +360,9 @@ def soak(
     os.environ.setdefault("HPC_TRAIN_NO_MEMORY", "1")
     folder = Path(tempfile.mkdtemp(prefix="hpc-train-soak-"))
     failed = []
-    settings = Settings(accounting=False, num_nodes=_NUM_NODES)
-    with running(settings) as cluster, ThreadPoolExecutor(parallel) as pool:
+    # With accounting: without it Slurm up to 24.05 refuses any change of a job that has outlived one of its
+    # nodes, such as of its time limit, since slurmctld waits for a new index in the database.
+    with running(Settings(num_nodes=_NUM_NODES)) as cluster, ThreadPoolExecutor(parallel) as pool:
         running_soak = Soak(cluster, folder, owns_shm)
         for future in as_completed([pool.submit(running_soak.seed, seed) for seed in seeds]):
             result = future.result()

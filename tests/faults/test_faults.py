@@ -152,6 +152,6 @@ def test_a_node_that_dies(
 @pytest.mark.fault(1, 4, 5, 6, 14, 16, 36)
 def test_soak() -> None:
     """As `make soak` does, with a few seeds more than nothing."""
-    if why := why_not(accounting=False):
+    if why := why_not():
         leave_out(f"no Slurm to test with: {why}")
     assert soak(chosen_seeds("1-3"), parallel=3) == []

@@ -39,7 +39,7 @@ from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.distributed.process_group import join
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.health import node_check
 from hpc_train.training.meters import Meters
 from hpc_train.training.non_finite import FiniteWatch, Guard
@@ -446,8 +446,7 @@ def test_a_step_waits_for_the_device_nowhere(
     arithmetic = BatchArithmetic.of(config.optimization, len(source.train), 1)
     context = RankContext(0, Degrees(), device, chosen, parallel=config.parallel)
     state = build(config, source.info, arithmetic, context)
-    to_input = make_to_input(config, source.info, device, chosen)
-    forward = TrainingForward.of(config, state, make_task(config, source.info), chosen, device, to_input)
+    forward = TrainingForward.of(config, source.info, state, make_task(config, source.info), chosen, device)
     guard = Guard(config.optimization, state.model, norm_counts=True)
     state.wrapped.train()
 

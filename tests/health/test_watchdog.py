@@ -23,8 +23,8 @@ from hpc_train.rank.env import RankFacts
 from hpc_train.rank.signals import STOP_SIGNALS
 from hpc_train.run.attempts import rank_ends, tell_end
 from hpc_train.run.files import read_json
-from hpc_train.training.distributed import nccl
-from hpc_train.training.health import alarm
+from hpc_train.training.distributed import backends
+from hpc_train.training.health import hang as alarm
 from hpc_train.training.health.hang import Report
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.health.watchdog import Watchdog
@@ -42,12 +42,12 @@ import torch, torch.distributed as dist
 from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.attempts import tell_end
-from hpc_train.training.health import alarm
+from hpc_train.training.health import hang as alarm
 from hpc_train.training.health.hang import Report
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.health.progress import Progress
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.health.alarm import Board
+from hpc_train.training.health.hang import Board
 from hpc_train.training.health.watchdog import Watchdog
 rank, world_size, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[3])
 # Dealt to nodes in turn: a node's ranks need not be in a row.
@@ -77,7 +77,7 @@ def train():
         work(step)
         is_done = torch.tensor([float((attempt.folder / "done").exists())])
         dist.all_reduce(is_done)
-        watchdog.has_stepped()
+        progress.has_stepped()
         if 0 in watchdog._reports and len(watchdog._neighbours) == facts.local_world_size:
             (attempt.folder / f"known-{rank}").touch()
         step += 1
@@ -173,11 +173,11 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 @pytest.mark.fault(17)
 def test_one_rank_that_hangs_is_reported_with_its_stacks(watched: Watched) -> None:
     watched.progress.at("training", 57)
-    watched.watchdog.has_stepped()
+    watched.progress.has_stepped()
     watched.watchdog.start()
     wait_until(lambda: bool(watched.codes), "the end")
     assert watched.codes == [ExitCode.HUNG]
-    assert watched.watchdog.is_ending
+    assert watched.watchdog.is_ending.is_set()
     error = watched.attempt.error(0).read_text()
     assert re.match(
         r"HangError: rank 0 on n1 made no progress for \d+ s in step 57 \(training\); stacks in ", error
@@ -198,9 +198,9 @@ def test_before_the_first_step_a_rank_may_take_long(watched: Watched) -> None:
     watched.progress.at("loading")
     watched.watchdog.start()
     wait_until(lambda: watched.ticks() > 8, "twice the short limit")
-    assert not watched.watchdog.is_ending
+    assert not watched.watchdog.is_ending.is_set()
     watched.progress.at("first step", 0)
-    watched.watchdog.has_stepped()
+    watched.progress.has_stepped()
     watched.progress.at("training", 1)
     wait_until(lambda: bool(watched.codes), "the end")
 
@@ -215,7 +215,7 @@ def test_a_rank_that_gets_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
         look()
 
     monkeypatch.setattr(watched.watchdog, "_look", step_and_look)
-    watched.watchdog.has_stepped()
+    watched.progress.has_stepped()
     watched.watchdog.start()
     wait_until(lambda: watched.ticks() >= 12 or bool(watched.codes), "twelve ticks")
     watched.watchdog.stop()
@@ -254,7 +254,7 @@ def test_stop_signals_are_left_to_the_main_thread(watched: Watched) -> None:
 
 def test_the_end_that_a_rank_left_itself_stands(watched: Watched) -> None:
     tell_end(watched.attempt, 0, ExitCode.FAILED, "n1")
-    watched.watchdog.has_stepped()
+    watched.progress.has_stepped()
     watched.progress.at("training", 1)
     watched.watchdog.start()
     wait_until(lambda: bool(watched.codes), "the end")
@@ -273,7 +273,7 @@ def test_a_hung_disk_blocks_no_exit(watched: Watched, monkeypatch: pytest.Monkey
     monkeypatch.setattr(alarm, "save_stacks", hang)
     monkeypatch.setattr(alarm, "tell_error", hang)
     monkeypatch.setattr(alarm, "_DISK_LIMIT_S", 0.2)
-    watched.watchdog.has_stepped()
+    watched.progress.has_stepped()
     watched.progress.at("training", 1)
     watched.watchdog.start()
     wait_until(lambda: bool(watched.codes), "the end")
@@ -290,12 +290,12 @@ def test_the_connecting_librarys_interface_is_named(tmp_path: Path, monkeypatch:
         own = alarm.Alarm(AttemptPaths(tmp_path / "3"), RankFacts(), "n1", None, None, report, {}, None)
         return own.verdict().text.split("profile: ")[1].split(";")[0]
 
-    monkeypatch.setattr(nccl, "uses_nccl2", lambda: False)
+    monkeypatch.setattr(backends, "uses_nccl2", lambda: False)
     assert named("connecting devices") == "network_interface (GLOO_SOCKET_IFNAME)"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert named("connecting") == "network_interface (GLOO_SOCKET_IFNAME)"
     assert named("connecting devices") == "network_interface (NCCL_SOCKET_IFNAME)"
-    monkeypatch.setattr(nccl, "uses_nccl2", lambda: True)
+    monkeypatch.setattr(backends, "uses_nccl2", lambda: True)
     assert named("connecting") == "network_interface (NCCL_SOCKET_IFNAME)"
 
 

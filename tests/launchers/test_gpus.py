@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli.parallel_runs import slot_environment
-from hpc_train.launchers import gpus
-from hpc_train.launchers.gpus import count_gpus
+from hpc_train.rank import env
+from hpc_train.rank.env import count_gpus
 from tests.launchers.fake_ranks import launch, new_request
 from tests.programs import put_program
 
@@ -38,9 +38,9 @@ def test_mig_devices_are_named_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
     """A process sees one of them at most, so ranks and runs must each be given their own."""
     put_program(tmp_path, "nvidia-smi", f"print({LISTED!r})", monkeypatch)
     names = ["MIG-a", "MIG-b", "GPU-2"]
-    assert (gpus.gpu_names({}), count_gpus({})) == (names, 3)
-    assert gpus.mig_variables({}) == {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,GPU-2"}
-    assert gpus.mig_variables({"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
+    assert (env.gpu_names({}), count_gpus({})) == (names, 3)
+    assert env.mig_variables({}) == {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,GPU-2"}
+    assert env.mig_variables({"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [slot_environment({}, slot, 3, 1, "auto")["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == names
 
@@ -63,7 +63,7 @@ def test_fallback_is_device_files(
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         put_program(tmp_path, "nvidia-smi", script, monkeypatch)
-    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr(env, "_DEVICES", tmp_path)
     for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "tty0"):
         (tmp_path / name).touch()
     assert count_gpus({}) == 2

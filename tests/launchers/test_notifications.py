@@ -138,7 +138,7 @@ def test_a_run_that_has_filled_its_disk_reports_that(
 ) -> None:
     configure(f"webhook: {receiver.url}\n")
     batch.rank(0, 74, "StorageError: /runs/x: the disk is full\n")
-    monkeypatch.setattr("hpc_train.launchers.slurm.after.write_record", _full)
+    monkeypatch.setattr("hpc_train.run.attempts.write_record", _full)
     monkeypatch.setattr("hpc_train.launchers.slurm.after.write_status", _full)
     assert batch.after(74) == "stop 74"
     (message,) = receiver.messages
@@ -150,7 +150,7 @@ def test_a_run_that_has_filled_its_disk_reports_that(
 
 def test_begin_reports_a_full_disk(batch: Batch, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(f"webhook: {receiver.url}\n")
-    monkeypatch.setattr("hpc_train.launchers.slurm.begin.claim_attempt", _full)
+    monkeypatch.setattr("hpc_train.run.attempts.claim_attempt", _full)
     monkeypatch.setattr("hpc_train.launchers.slurm.begin.write_status", _full)
     with pytest.raises(StorageError, match="the disk is full"):
         batch.begin(restart=1)

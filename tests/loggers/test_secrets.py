@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hpc_train.loggers.base import LoggerContext
-from hpc_train.loggers.metrics_writer import MetricsWriter
+from hpc_train.loggers.metrics_writer import MetricsWriter, make_logger
 from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
-from hpc_train.loggers.threads import make_logger
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.metric_rows import MetricsFile
 from tests.cli.commands import hpc_train

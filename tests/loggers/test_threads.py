@@ -16,10 +16,16 @@ import pytest
 from hpc_train import registry
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import LoggingConfig
-from hpc_train.loggers import threads as logger_threads
+from hpc_train.loggers import metrics_writer as logger_threads
 from hpc_train.loggers.base import Logger
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger
+from hpc_train.loggers.metrics_writer import (
+    LIMIT_S,
+    LoggerThread,
+    MetricsWriter,
+    call_all,
+    make_logger,
+    start_logger,
+)
 from hpc_train.run.metric_rows import MetricsFile
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S
@@ -99,8 +105,7 @@ def test_loggers_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -
 def test_a_constructor_that_hangs_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    construct = LoggerThread.construct
-    monkeypatch.setattr(LoggerThread, "construct", lambda self, make: construct(self, make, 0.2))
+    monkeypatch.setattr(logger_threads, "START_LIMIT_S", 0.2)
     assert start_logger(f"{__name__}:HangsInConstructor", context(tmp_path)) is None
     assert f"{__name__}:HangsInConstructor is abandoned: it was not constructed within 0.2 s" in caplog.text
 

@@ -12,8 +12,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.fine_tuning import freeze, prepare_for_training
-from hpc_train.training.models.patterns import selected
+from hpc_train.training.models.fine_tuning import freeze, prepare_for_training, selected
 
 NAMES = ["stem.weight", "layer1.0.weight", "layer1.0.bias", "layer10.0.weight", "head.weight", "head.bias"]
 

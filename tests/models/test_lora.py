@@ -13,8 +13,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import LoraConfig, ModelConfig
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.fine_tuning import freeze, prepare_for_training
-from hpc_train.training.models.lora import LoraLinear, add_lora, merged
+from hpc_train.training.models.fine_tuning import LoraLinear, add_lora, freeze, merged, prepare_for_training
 from tests.models.test_freezing import frozen
 
 

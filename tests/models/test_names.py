@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from hpc_train.training.models.names import list_names
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.strategies.batchnorm import has_batchnorm
 
 
 def test_names_hold_models_and_data_sets_that_tasks_take() -> None:

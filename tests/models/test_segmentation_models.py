@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.datasets.random_numbers import seed_build, seed_forward
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.distributed.seeds import seed_build, seed_forward
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.models.weights import report_of

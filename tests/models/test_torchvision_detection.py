@@ -14,8 +14,13 @@ from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.data_facts.image_facts import is_detector
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.torchvision import model_names
-from hpc_train.training.models.torchvision_detection import as_given, create, detector_names, swap_head
+from hpc_train.training.models.torchvision import (
+    as_given,
+    create_detector,
+    detector_names,
+    model_names,
+    swap_detector_head,
+)
 
 INFO = DataInfo(num_classes=3, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 SSDLITE = "torchvision/ssdlite320_mobilenet_v3_large"
@@ -49,7 +54,7 @@ def test_the_head_is_replaced_whatever_the_detector(name: str) -> None:
     arguments = {"weights": None, "weights_backbone": None}
     with torch.device("meta"):
         model = as_given(torchvision.models.get_model(name, num_classes=91, **arguments))
-        random = swap_head(name, model, 3, trainable_backbone_layers=2)
+        random = swap_detector_head(name, model, 3, trainable_backbone_layers=2)
         expected = torchvision.models.get_model(name, num_classes=4, **arguments)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     assert shapes == {key: value.shape for key, value in expected.state_dict().items()}
@@ -62,7 +67,7 @@ def test_the_head_is_replaced_whatever_the_detector(name: str) -> None:
 def test_losses_are_means_over_the_images(name: str) -> None:
     """Use images with two and one boxes fewer, so that micro-batches of any size add up."""
     with torch.device("meta"):
-        model: Any = create(name, 2)
+        model: Any = create_detector(name, 2)
     corners = torch.tensor([[4.0, 4.0, 40.0, 40.0], [8.0, 20.0, 60.0, 58.0], [30.0, 2.0, 34.0, 9.0]])
     boxes = [corners, corners[:1], corners[:0]]
     targets = [{"boxes": each.double(), "labels": torch.ones(len(each), dtype=torch.int64)} for each in boxes]

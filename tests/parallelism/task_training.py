@@ -22,14 +22,14 @@ from hpc_train.training.checkpoint.state import NamedTensors
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
 from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.random_numbers import seed_build, seed_forward
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.distributed.seeds import seed_build, seed_forward
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.torchvision_detection import as_given
+from hpc_train.training.models.torchvision import as_given
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
 from hpc_train.training.tasks.base import make_task, target_spec
@@ -61,8 +61,7 @@ def train(rank: int, ranks: int, title: str, strategy: str, precision: str, root
     assert isinstance(degrees, Degrees), degrees
     state = _build(config, source, degrees, rank)
     task, chosen = make_task(config, source.info), choose_precision(config.precision, _CPU)
-    to_input = make_to_input(config, source.info, _CPU, chosen)
-    forward = TrainingForward.of(config, state, task, chosen, _CPU, to_input)
+    forward = TrainingForward.of(config, source.info, state, task, chosen, _CPU)
     guard = Guard(config.optimization, state.model, norm_counts=False)
     place = (degrees.data_rank(rank), degrees.data_ranks)
     losses = []

@@ -59,7 +59,7 @@ def assert_equal_plain_pytorch(comparison: Comparison, cases: Sequence[Case]) ->
     assert not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize(("ranks", "count", "compiled"), [(2, 8, 1), (3, 2, 0), (4, 4, 0)])
+@pytest.mark.parametrize(("ranks", "count", "compiled"), [(2, 8, 1), (3, 1, 0), (4, 3, 0)])
 def test_a_sample_equals_plain_pytorch(comparison: Comparison, ranks: int, count: int, compiled: int) -> None:
     assert_equal_plain_pytorch(comparison, sample(ranks, count, SEED, compiled))
 
@@ -95,18 +95,17 @@ def double_gradients(rank: int, ranks: int) -> None:
     Optimization.scale = lambda self, loss: 2 * right(self, loss)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mistake", [lose_a_micro_batch, double_gradients])
-def test_what_is_wrong_is_seen(precision: str, mistake: Callable[[int, int], None]) -> None:
+def test_what_is_wrong_is_seen(mistake: Callable[[int, int], None]) -> None:
     """The limits are narrow enough to see one micro-batch of four with a wrong weight, and wrong gradients
     even where losses alone are compared.
     """
     comparison = Comparison()
     try:
-        case = small_case("ddp", f"precision={precision}")
-        assert comparison.deviation(case).is_within
+        cases = [small_case("ddp", f"precision={name}") for name in ("fp64", "fp32", "bf16", "fp16")]
+        assert [comparison.deviation(case).is_within for case in cases] == [True] * 4
         comparison.groups.run(2, mistake)
-        assert not comparison.deviation(case).is_within
+        assert [comparison.deviation(case).is_within for case in cases] == [False] * 4
     finally:
         comparison.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ class Trainee:
 
         guard = Noting(config.optimization, state.model, norm_counts=False)
         own = slots(step, *self.place, self.batches.micro_batches, self.precision.param_dtype)
-        forward = TrainingForward.of(config, state, self.task, self.precision, _CPU, lambda batch: batch)
+        forward = TrainingForward.of(config, INFO, state, self.task, self.precision, _CPU)
+        forward = replace(forward, to_device=lambda batch: batch)
         done = train_step(state, step, own, forward, guard, config.optimization.clip_grad_norm)
         return done.loss, gradients
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hpc_train.cli import plan_cost as measured_module
+from hpc_train.cli.plan_cost import measured, measured_runs, same_work
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.report import measured_runs as measured_module
-from hpc_train.report.measured_runs import measured, measured_runs, same_work
 from hpc_train.report.usage import evaluation_seconds
 from hpc_train.run.attempts import newest_number, write_record
 from hpc_train.run.create import note_change
@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_read_is_passed_over(tmp_path: Path, monkeypatch: p
             raise PermissionError(13, "Permission denied", str(path))
         return read_json(path)
 
-    monkeypatch.setattr("hpc_train.report.measured_runs.read_json", read_or_refuse)
+    monkeypatch.setattr("hpc_train.cli.plan_cost.read_json", read_or_refuse)
     rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
     found = measured_runs(tmp_path, read(first))
     assert [each.name for each in found] == [run_name(first)]

@@ -139,6 +139,17 @@ def test_the_first_value_that_differs_is_the_place(index: int) -> None:
         assert text in "\n".join(place_text(answer, ["A", "B"]))
 
 
+def test_values_of_modules_are_compared_only_if_both_runs_have_them() -> None:
+    first, second = lines(), lines()
+    second[STEP][0]["events"] = []  # compiled
+    assert parted_at(STEP, first, second, has_same_layout=True) is None
+    number("micro_batches", "loss", 1.25)(second)
+    answer = parted_at(STEP, first, second, has_same_layout=True)
+    assert answer is not None and (answer["where"], answer["micro_batch"]) == ("loss", 0)
+    text = "\n".join(place_text(answer, ["A", "B"]))
+    assert "samples, inputs and targets are the same. Values of modules are not compared" in text
+
+
 def test_equal_replays_and_other_layouts_have_no_place() -> None:
     first, second = lines(), lines()
     assert first_step(first, second, has_same_layout=True) is None

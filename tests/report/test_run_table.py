@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.console import fitted
-from hpc_train.report.run_times import short_duration
+from hpc_train.report.run_files import short_duration
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.run.runs import small_run
 from tests.terminals import on_terminal

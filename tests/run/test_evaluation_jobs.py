@@ -47,8 +47,13 @@ def test_a_request_is_unfinished_from_the_commit_to_a_row_or_a_failure(run: RunP
     jobs.note_row(run, row(2, "val"))
     jobs.note_failure(run, 6, "no GPU")
     assert (jobs.unfinished(run), jobs.failures(run)) == ([4], {6: "no GPU"})
-    assert jobs.in_words(run) == "1 of 4 done, 1 waiting or running; step 6 failed: no GPU"
+    words = jobs.in_words(run)
+    assert words.startswith("1 of 4 done, 1 waiting or running; step 6 failed: no GPU; `hpc-train evaluate ")
+    assert [step for step in (2, 4, 5, 6, 8) if jobs.is_missing(run, step)] == [4, 6, 8]
     jobs.forget_jobs(run, 4)
+    assert jobs.in_words(run).startswith("1 of 4 done, 1 not submitted; ")
+    jobs.note_row(run, row(6, "val"))
+    assert jobs.in_words(run) == "2 of 4 done, 1 not submitted", "the run trains and may submit it"
     assert (jobs.submitted(run), jobs.unfinished(run)) == ([], [4])
     jobs.request(run, 6)  # it is saved again
     assert (jobs.unfinished(run), jobs.failures(run)) == ([4, 6], {})

@@ -113,4 +113,4 @@ def test_spikes_behind_a_resume_are_withdrawn_and_rollbacks_kept(tmp_path: Path)
     assert words.startswith(
         "2 spikes: step 7: loss 9 above 2, rolled back (samples 0, 1, 2, 3, 4, 5, 6, 7, …)"
     )
-    assert "; step 3: loss 5 above 2 (samples 4, 5); hpc-train replay" in words
+    assert "; step 3: loss 5 above 2, recorded (samples 4, 5); hpc-train replay" in words

@@ -167,6 +167,13 @@ def _podman(*words: str) -> str:
     return done.stdout
 
 
+def packages() -> str:
+    """Return the mount of this Python's packages."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return f"{Path(spec.origin).parents[1]}:{_PACKAGES}:ro"
+
+
 def override(runtime: str, *folders: Path, built: str = "") -> str:
     """Return the override of a run in the image, which also sees this Python's packages and ``folders``.
 
@@ -174,9 +181,7 @@ def override(runtime: str, *folders: Path, built: str = "") -> str:
     """
     mounts = [str(folder) for folder in folders]
     if not built:
-        spec = importlib.util.find_spec("torch")
-        assert spec is not None and spec.origin is not None
-        mounts = [f"{Path(spec.origin).parents[1]}:{_PACKAGES}:ro", *mounts]
+        mounts = [packages(), *mounts]
     container = {"image": built or str(image()), "runtime": runtime, "mounts": mounts}
     return f"environment.container={json.dumps(container)}"
 

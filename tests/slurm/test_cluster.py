@@ -111,6 +111,8 @@ def test_unknown_accounts_are_refused(cluster: Cluster) -> None:
         sbatch(cluster, "--account=nobody", wrap="true")
 
 
+# tests/slurm/test_recovery.py kills a node that comes back.
+@pytest.mark.soak
 def test_a_killed_node_loses_its_own_steps_only_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     wrap = "echo $SLURMD_NODENAME; srun sh -c 'echo rank on $SLURMD_NODENAME; sleep 600'"
     away = sbatch(cluster, "-N2", "--nodelist=n2,n3", "--requeue", wrap=wrap, folder=tmp_path)

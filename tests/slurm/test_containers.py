@@ -30,14 +30,21 @@ from tests.slurm.experiments import (
     ranks_of,
     records,
     see_it_preempted,
+    standby_files,
     submit,
     submit_one,
+    wait_for_attempt,
+    wait_for_attempt_end,
+    wait_for_completion,
     wait_for_state,
+    wait_for_step,
 )
 from tests.slurm.fixtures import leave_out
 from tests.slurm.host import why_not
 from tests.slurm.runs import wait_for_state as wait_for_job
+from tests.slurm.test_shared_jobs import SHARED, by_seed, reference
 from tests.slurm.test_spare_nodes import wait_until_held
+from tests.slurm.test_standby import STANDBY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
 
@@ -126,6 +133,55 @@ def test_ranks_in_a_container_restart_in_place_and_resume_after_a_preemption(
     assert [record.in_place for record in (first, second, third)] == [False, True, False], account(paths)
     assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
     wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
+
+
+def test_containers_on_standby_and_on_a_spare_node(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    """A killed rank is followed by ranks on standby, a lost node by ranks on the spare one."""
+    with Hold(tmp_path, 12) as hold:
+        container = containers.override("podman", tmp_path, installed())
+        paths = submit_one(
+            tmp_path, container, "slurm.spare_nodes=1", *STANDBY, hold.override, text=TWO_RANKS
+        )
+        wait_until_held(hold, paths)
+        wait_for(lambda: len(standby_files(paths)) == 2, f"ranks on standby\n{account(paths)}", LIMIT_S)
+        waiting = ranks_inside(paths, 2)
+        hold.at(14, since_attempt=2)
+        (process,) = ranks_inside(paths, 1, rank=1)
+        os.kill(process, signal.SIGKILL)
+        wait_until_held(hold, paths)
+        assert sorted(ranks_inside(paths, 2)) == sorted(waiting), account(paths)
+        assert_inside(paths, 2)
+        hold.at(16, since_attempt=3)
+        cluster.kill_node("n2", with_jobs=True)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 3)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_attempt_end(paths, 3)
+    assert [(record.in_place, record.hosts) for record in records(paths)] == [
+        (False, ["n1", "n2"]), (True, ["n1", "n2"]), (True, ["n1", "n3"]),
+    ], account(paths)  # fmt: skip
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+    wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
+
+
+def test_runs_in_containers_share_a_job(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    with Hold(tmp_path, 2) as hold:
+        container = containers.override("podman", tmp_path, installed())
+        submit(tmp_path, container, "sweep.grid={seed: [1, 2]}", hold.override, text=SHARED)
+        first, second = by_seed(tmp_path)
+        for run in (first, second):
+            wait_for_step(run, 2)
+        (process,) = ranks_inside(first, 1)
+        os.kill(process, signal.SIGKILL)
+        wait_for_attempt(first, 2)
+    wait_for_completion(first, second)
+    for seed, run in enumerate((first, second), start=1):
+        assert_equal_to_the_bit(reference(quiet_runs, seed), run)
+    assert job_of(first) == job_of(second)
+    assert [record.in_place for record in records(first)] == [False, True], account(first)
+    assert len(records(second)) == 1, account(second)
 
 
 def test_ranks_in_pyxis_resume_after_a_preemption(

@@ -33,7 +33,7 @@ RANK_SITE = str(Path(__file__).with_name("rank_site"))
 
 
 #: Each rank takes tenths of a second of CPU time for a step on a stand-in.
-SHORT = ("optimization.steps=16", "optimization.schedule.warmup_steps=4")
+SHORT = ("optimization.steps=10", "optimization.schedule.warmup_steps=4")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_run_survives_a_device_that_hangs_and_a_node_that_loses_a_gpu_before_a
     assert "n3" not in last.hosts
     reason = "failed its check: torch finds 1 of the 2 GPUs that Slurm gave it"
     assert standing_of(paths)["excluded_nodes"] == {"n3": reason}
-    assert [row["step"] for row in rows(paths, "train")] == list(range(1, 17)), "resumed from the checkpoint"
+    assert [row["step"] for row in rows(paths, "train")] == list(range(1, 11)), "resumed from the checkpoint"
     assert "on 2 × cuda:0" in paths.attempt(4).log(0).read_text()
 
 
@@ -162,7 +162,8 @@ def test_each_rank_of_a_node_has_its_own_mig_device(
     monkeypatch.setenv("PYTHONPATH", RANK_SITE)
     model = f'model={{name: "tests.slurm.visible:net", args: {{folder: "{tmp_path}"}}}}'
     two = ("slurm.nodes=1", "slurm.ranks_per_node=2", "slurm.gpus_per_node=2", "device=cuda")
-    paths = submit_one(tmp_path, *two, *SHORT, model, text=TWO_RANKS)
+    one_step = ("optimization.steps=1", "optimization.schedule={name: constant}", "evaluation=null")
+    paths = submit_one(tmp_path, *two, *one_step, model, text=TWO_RANKS)
     wait_for_completion(paths)
     visible = [(tmp_path / f"visible-{rank}").read_text() for rank in range(2)]
     assert visible == ["MIG-1111", "MIG-2222"]

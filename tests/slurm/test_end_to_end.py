@@ -58,10 +58,10 @@ from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: Four ranks, two by two.
+#: Four ranks, two by two. tests/end_to_end/test_replay.py continues from a checkpoint of each.
 SHARED = (
-    "{strategy: hsdp, replicate: 2}",
-    "{strategy: tensor, tensor: 2, shard: 2}",
+    pytest.param("{strategy: hsdp, replicate: 2}", marks=pytest.mark.soak),
+    pytest.param("{strategy: tensor, tensor: 2, shard: 2}", marks=pytest.mark.soak),
     "{strategy: pipeline, pipeline: 2, replicate: 2}",
 )
 

@@ -147,6 +147,43 @@ def test_an_evaluation_that_is_killed_or_requeued_is_repeated(
     assert [len(ids) for ids in jobs_of(paths).values()] == [1, 1, 1]
 
 
+@pytest.mark.fault(66)
+def test_evaluations_whose_jobs_are_lost_after_training_are_shown_and_repeated_by_hand(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    with high_job(cluster, ["n2", "n3", "n4"]) as others, Hold(tmp_path, 52) as hold:
+        wait_for_state(cluster, others, "RUNNING")
+        alone = "slurm.extra={exclusive: true}"  # evaluations wait for the end of the run
+        paths = submit_one(tmp_path, *BY_JOB, alone, hold.override, text=ONE_NODE)
+        wait_until_held(hold, paths)
+        wait_for(lambda: evaluation_jobs.submitted(paths) == [20, 40], account(paths), LIMIT_S)
+        (cancelled,), (killed,) = jobs_of(paths)[20], jobs_of(paths)[40]
+        cluster.run("scontrol", "hold", cancelled)
+        hold.release()
+        wait_for_completion(paths)
+        wait_for_state(cluster, killed, "RUNNING")
+        cluster.run("scancel", "--full", "--signal=KILL", killed)
+        cluster.run("scancel", cancelled)
+    wait_for_rows_or_failures(paths)
+    shown = succeed(tmp_path, "status", paths.folder).out
+    for step, job in ((20, cancelled), (40, killed)):
+        assert f"step {step} failed: job {job} ended without a result: CANCELLED; " in shown, shown
+    assert f"`hpc-train evaluate {paths.folder.name} --step STEP` adds the row of a step" in shown, shown
+    for step in (20, 40):
+        succeed(tmp_path, "evaluate", paths.folder, "--step", str(step))
+    assert_evaluated(paths, quiet_runs.of(text=ONE_NODE, environment=ENVIRONMENT))
+    assert "  3 of 3 done\n" in succeed(tmp_path, "status", paths.folder).out
+
+
+def wait_for_rows_or_failures(paths: RunPaths) -> None:
+    """Wait until `status` shows that no evaluation waits or runs."""
+
+    def are_over() -> bool:
+        return "waiting or running" not in succeed(paths.folder.parents[2], "status", paths.folder).out
+
+    wait_for(are_over, f"the end of all evaluations\n{account(paths)}", LIMIT_S)
+
+
 def test_a_job_evaluates_a_checkpoint_and_writes_predictions(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,8 +52,9 @@ OVERRIDES = (
 #: The script with an option to log to wandb. Slurm's signals end wandb's process, too, so that with a session
 #: its next call may raise before the save.
 LOGGED = "gpt"
-#: They import libraries that take 6 CPU seconds at each of 28 starts.
-LARGE = ("lightning", "huggingface")
+#: Runs that are disturbed side by side: a script and its mode. ``make test-full`` has all of them.
+SAMPLED = (("gpt", "plain"), ("gan", "session"))
+BOTH_MODES = [tuple((name, mode) for mode in MODES) for name in NAMES]
 #: Their own checkpoints contain no state of random number generators.
 INEXACT = ("lightning",)
 
@@ -117,11 +117,6 @@ class Disturbed:
         for row in iter_rows(self.paths.metrics):
             first.setdefault(row["attempt"], row["step"])
         return [shown + 1 - first[attempt] for attempt, shown in enumerate(self.shown, start=2)]
-
-
-def parameter_of(name: str) -> Any:
-    """Return the parameter of a script; large ones are left to ``make test-full``."""
-    return pytest.param([name], marks=pytest.mark.soak) if name in LARGE else [name]
 
 
 def hold_all(runs: Sequence[Disturbed]) -> None:
@@ -193,12 +188,16 @@ def assert_one_run_of_wandb(run: Disturbed) -> None:
     assert read_run(files[-1])[1][-1]["_step"] == STEPS
 
 
-@pytest.mark.parametrize("names", [parameter_of(name) for name in NAMES], ids="-".join)
+@pytest.mark.parametrize(
+    "scripts",
+    [SAMPLED, *(pytest.param(scripts, marks=pytest.mark.soak) for scripts in BOTH_MODES)],
+    ids=lambda scripts: "-".join(dict.fromkeys(name for name, _ in scripts)),
+)
 def test_a_disturbed_example_ends_as_the_plain_script_alone(
-    names: list[str], cluster: Cluster, tmp_path: Path
+    scripts: Sequence[tuple[str, str]], cluster: Cluster, tmp_path: Path
 ) -> None:
-    runs = [Disturbed(name, mode, tmp_path / f"{name}-{mode}") for name in names for mode in MODES]
-    references = [start_reference(name, tmp_path / name) for name in names]
+    runs = [Disturbed(name, mode, tmp_path / f"{name}-{mode}") for name, mode in scripts]
+    references = [start_reference(name, tmp_path / name) for name in {name for name, _ in scripts}]
     reach_the_time_limit(cluster, runs)
     hold_all(runs)
     preempt(cluster, runs)

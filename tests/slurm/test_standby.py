@@ -28,7 +28,7 @@ from tests.slurm.experiments import (
 from tests.slurm.runs import high_job
 from tests.slurm.test_spare_nodes import wait_until_held
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STANDBY = ("recovery.standby=true", "recovery.restart=in_place", "checkpoint.every_steps=5")
 
@@ -47,6 +47,7 @@ def kill(paths: RunPaths, rank: int, attempt: int) -> None:
 
 
 @pytest.mark.fault(16, 56, 59)
+@pytest.mark.usefixtures("fresh_ranks")
 def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """After a kill of one of those the next restart starts ranks as usual."""
     with Hold(tmp_path, 12) as hold:

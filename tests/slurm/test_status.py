@@ -289,7 +289,7 @@ def test_a_job_that_nobody_knows_any_more_ends_its_run(
     begin(paths, "987654")
     (run,) = _status(paths.folder)
     assert run["state"] == "running" and "Slurm does not list job 987654 now" in run["reason"]
-    monkeypatch.setattr(queue_status, "SECOND_LOOK_S", 0.0)  # a minute later
+    monkeypatch.setattr(queue, "SECOND_LOOK_S", 0.0)  # a minute later
     monkeypatch.setattr(queue_status, "_ALIVE_S", -1.0)  # no heartbeat for two minutes
     (run,) = _status(paths.folder)
     assert run["state"] == "failed"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.checkpoints import is_set_aside
-from tests.end_to_end.machine_flips import FLIP, FLIPS_ON
+from tests.end_to_end.flips import FLIP, FLIPS_ON
+from tests.end_to_end.random_faults import SlurmSweep
 from tests.end_to_end.runs import assert_equal_to_the_bit
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -25,7 +26,7 @@ from tests.slurm.experiments import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TEXT = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.end_to_end.machine_flips:net")
+TEXT = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.end_to_end.flips:net")
 EVERY = 5
 KEYS = (f"recovery.verify_every_steps={EVERY}", "checkpoint.every_steps=4")
 
@@ -34,7 +35,7 @@ KEYS = (f"recovery.verify_every_steps={EVERY}", "checkpoint.every_steps=4")
 def first_wrong(monkeypatch: pytest.MonkeyPatch) -> int:
     """Make node n2 flip a bit of a gradient in every micro-batch from a random step on; return the step."""
     step = random.randint(2, 50)
-    monkeypatch.setenv(FLIP, f"gradient:{step}-60:0-3")
+    monkeypatch.setenv(FLIP, f"gradient:{step}-60:0-3:head:18")
     monkeypatch.setenv(FLIPS_ON, "n2")
     return step
 
@@ -47,7 +48,9 @@ def test_a_node_that_computes_wrongly_is_left_out(
     wait_for_completion(paths)
     second, (first, *_) = wait_for_attempt_end(paths, 2), records(paths)
     compared = -(-(first_wrong - 1) // EVERY) * EVERY + 1
-    words = f"failed its check: rank 1 computed wrong numbers in step {compared}: the gradient of 4.weight in"
+    words = (
+        f"failed its check: rank 1 computed wrong numbers in step {compared}: the gradient of head.weight in"
+    )
     assert (first.hosts, first.cause) == (["n1", "n2", "n3"], "bad node"), account(paths)
     assert (first.reason or "").startswith(f"crash 1 of 3: n2 {words}"), (first_wrong, first.reason)
     assert list(first.bad_nodes) == ["n2"] and standing_of(paths)["excluded_nodes"].keys() == {"n2"}
@@ -57,6 +60,13 @@ def test_a_node_that_computes_wrongly_is_left_out(
     set_aside = [folder.name for folder in paths.checkpoints.iterdir() if is_set_aside(folder)]
     assert len(set_aside) >= 1 and all(name.endswith(".unverified") for name in set_aside)
     assert_equal_to_the_bit(quiet_runs.of(text=TEXT, ranks=3, environment=ENVIRONMENT), paths)
+
+
+@pytest.mark.parametrize("seed", [23, 40, 60])
+def test_a_bit_in_the_state_of_one_node_is_noticed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
+    """In a moment at the last step, in a weight and in a moment; ``make verify-faults`` has all faults."""
+    result = SlurmSweep(tmp_path, cluster).verified(seed)
+    assert not result.error, f"{result.line()}\n{result.error}"
 
 
 @pytest.mark.fault(68)

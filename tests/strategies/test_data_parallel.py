@@ -19,11 +19,11 @@ from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
-from hpc_train.training.ema import Ema
+from hpc_train.training.distributed.shared_flags import SharedSum, open_shared_sum
 from hpc_train.training.strategies.buffers import Buffers, buffers_kept
 from hpc_train.training.strategies.fully_sharded import refuse_unshardable
 from hpc_train.training.strategies.pieces import made_once, part_of
+from hpc_train.training.train_state import Ema
 from tests.distributed.scripts import run_script
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.training.distributed.seeds import seed_build, seed_forward
+from hpc_train.training.datasets.random_numbers import seed_build, seed_forward
 from hpc_train.training.models.building import build_model
 from tests.parallelism.batches import INFO, micro_batch
 from tests.parallelism.cases import RESNET, SGD, STEPS, VIT, Case, Choice, Shape

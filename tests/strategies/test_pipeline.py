@@ -19,12 +19,12 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.validate.model_rules import GPTArgs
 from hpc_train.training.checkpoint.state import NamedTensors
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.ema import Ema
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.gpt import GPT
 from hpc_train.training.models.splitting import split_model
 from hpc_train.training.strategies.buffers import buffers_kept
 from hpc_train.training.strategies.stages import OutputSpecs, make_contiguous
+from hpc_train.training.train_state import Ema
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
 from tests.rank_context import make_strategy

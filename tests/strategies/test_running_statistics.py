@@ -12,8 +12,8 @@ from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
 from hpc_train.training.activation_checkpointing import checkpoint_activations
+from hpc_train.training.strategies.batchnorm import RunningStatistics, only_updates_statistics
 from hpc_train.training.strategies.buffers import Buffers
-from hpc_train.training.strategies.running_statistics import RunningStatistics, only_updates_statistics
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import MICRO_BATCHES, NAMES, make_batch, place, slots

@@ -15,7 +15,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.strategies.sync_batchnorm import SyncedBatchNorm, sync_batchnorm
+from hpc_train.training.strategies.batchnorm import SyncedBatchNorm, sync_batchnorm
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

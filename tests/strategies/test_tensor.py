@@ -22,13 +22,13 @@ from hpc_train.experiment.validate.model_rules import GPTArgs
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.ema import Ema
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.gpt import GPT
 from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer, make_schedule
 from hpc_train.training.strategies.pieces import dealt_out
 from hpc_train.training.strategies.tensor import _SharedDropout, refuse_unshared
 from hpc_train.training.strategies.tensor_layers import find_shareable
+from hpc_train.training.train_state import Ema
 from tests.forwards import PlainForward, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHe
 from torchvision.models.detection.rpn import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
-from hpc_train.training.models.torchvision_detection import as_given
+from hpc_train.training.models.torchvision import as_given
 
 
 def tiny(num_classes: int) -> nn.Module:

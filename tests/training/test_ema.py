@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.state import TrainingState
-from hpc_train.training.ema import Ema
+from hpc_train.training.train_state import Ema
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, differences, make_run, whole
 from tests.ranks import run_ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from hpc_train.training.distributed.process_group import Group
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
-from hpc_train.training.forward import TrainingForward
+from hpc_train.training.forward import TrainingForward, TrainingSums
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters
@@ -105,22 +106,24 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task:
     agreement, progress = Agreement(group, StopFlag()), Progress()
     state = TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization)
     step_progress = StepProgress(progress, meters.forward_time)
-    forward = TrainingForward.of(
-        cast(Any, SimpleNamespace(seed=0, compile=CompileConfig(), optimization=config)),
-        state,
+    forward = TrainingForward(
+        0,
         task or Task(),
-        precision,
         CPU,
+        CompileConfig(),
+        nullcontext,
         lambda batch: batch,
-        on_begin=step_progress.begin_forward,
-        on_end=step_progress.end_forward,
+        optimization.scale,
+        step_progress.begin_forward,
+        step_progress.end_forward,
+        training_sums=TrainingSums.of(task or Task(), CPU),
     )
     return Trainer(
         state=state,
         forward=forward,
         training=Steps(),
         step=0,
-        cadence=Cadence(total_steps=10, evaluate_every=evaluate_every, save_every=1, save_every_s=None),
+        cadence=Cadence(EvaluationConfig(every_steps=evaluate_every), CheckpointConfig(every_steps=1), 10, 4),
         guard=Guard(config, trainee.model, norm_counts=True, skips=1),
         max_norm=None,
         evaluator=Evaluator(state, forward, Validation(lambda: [batch_of(0)], 1), agreement, progress),
@@ -190,7 +193,7 @@ def test_a_save_is_due_by_the_time_since_the_last_one(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, waited_s: float, saved: list[int]
 ) -> None:
     trainer = make_trainer(run, "skip")
-    trainer.cadence = Cadence(total_steps=2, evaluate_every=100, save_every=None, save_every_s=60.0)
+    trainer.cadence = Cadence(EvaluationConfig(every_steps=100), CheckpointConfig(every_min=1), 2, 4)
     trainer.training = Steps(2)
     now = trainer._save_began_at + waited_s
     monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
@@ -212,7 +215,7 @@ def test_an_automatic_interval_replaces_that_of_the_file(
     monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
     events = EventLog(attempt)
     trainer.interval = AutoInterval(events, [crashed])
-    trainer.cadence = Cadence(total_steps=2, evaluate_every=100, save_every=None, save_every_s=600.0)
+    trainer.cadence = Cadence(EvaluationConfig(every_steps=100), CheckpointConfig(every_min=10), 2, 4)
     trainer.training = Steps(2)
     now += waited_s
     assert trainer.train()
@@ -228,7 +231,7 @@ def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the ranks would look at what goes away meanwhile."""
-    hold(monkeypatch, writing, "prune", "close", "_clearing")
+    hold(monkeypatch, writing.checkpoints, "prune", "close", "_clearing")
     with pytest.raises(RollbackError):
         make_trainer(run, "rollback").train()
     assert folder_names(run) == ["step-00000002", "step-00000003"]
@@ -236,7 +239,7 @@ def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
 
 def test_a_loss_that_is_not_finite_ends_the_next_step(run: RunPaths) -> None:
     trainer = make_trainer(run, "stop")
-    trainer.cadence = replace(trainer.cadence, save_every=None)
+    trainer.cadence = replace(trainer.cadence, checkpoint=CheckpointConfig())
     with pytest.raises(NonFiniteError, match="the train loss is NaN or infinite on a rank"):
         trainer.train()
     assert trainer.step == GOOD_STEPS + 2, "the step that met it, and the one whose exchange reported it"
@@ -247,7 +250,7 @@ def test_a_save_that_failed_ends_the_next_step(run: RunPaths, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "full")
 
     trainer = make_trainer(run, "stop")
-    trainer.cadence = replace(trainer.cadence, save_every=2)
+    trainer.cadence = replace(trainer.cadence, checkpoint=CheckpointConfig(every_steps=2))
     monkeypatch.setattr(writing.CheckpointWriter, "_commit", refuse)
     has_failed = StepFlags(has_failed=True)
     monkeypatch.setattr(trainer, "_own_flags", lambda: has_failed if trainer.step == 2 else StepFlags())
@@ -272,7 +275,7 @@ def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
     task = trainer.forward.task
     forward = task.forward
     monkeypatch.setattr(task, "forward", lambda *given: seen.append("forward") or forward(*given))  # type: ignore[func-returns-value]
-    trainer.first_step._on_batch = lambda batch: seen.append(f"batch of step {batch.step}")
+    trainer.first_step.on_batch = lambda batch: seen.append(f"batch of step {batch.step}")
     with pytest.raises(RollbackError):
         trainer.train()
     assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]
@@ -297,7 +300,7 @@ TOTAL_STEPS = 12
 
 
 def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> Cadence:
-    return Cadence.of(
+    return Cadence(
         EvaluationConfig(**evaluation or {}),
         CheckpointConfig(**checkpoint or {}),
         TOTAL_STEPS,
@@ -323,7 +326,7 @@ def test_evaluations_are_due_at_their_interval_and_at_the_end(
 
 
 def test_a_save_takes_the_place_of_an_evaluation_by_a_job() -> None:
-    found = Cadence(total_steps=12, evaluate_every=5, save_every=4, save_every_s=None, by_job=True)
+    found = replace(cadence(checkpoint={"every_steps": 4}), by_job=True)
     steps = range(TOTAL_STEPS + 1)
     assert [step for step in steps if found.evaluates_by_job(step)] == [5, 10, 12]
     assert not any(map(found.evaluates, steps))

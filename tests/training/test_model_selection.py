@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.schema import BestConfig, EarlyStoppingConfig, Experiment
+from hpc_train.experiment.config.schema import BestConfig, CheckpointConfig, EarlyStoppingConfig, Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
@@ -83,7 +83,7 @@ def trainer_of(
     task = StepTask()
     trainer, trainee = make_trainer(run, "stop", evaluate_every=1, task=task), Trainee()
     task.trainer = trainer
-    trainer.cadence = replace(trainer.cadence, save_every=every)
+    trainer.cadence = replace(trainer.cadence, checkpoint=CheckpointConfig(every_steps=every))
     selection = ModelSelection.of(experiment(**sections), trainer.agreement, rows)
     trainer.selection = selection
     trainer.saves = Saves(

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -118,7 +119,7 @@ def taken_over(then: object) -> tuple[Hardware, list[str]]:
 
 
 def hardware(**changes: Any) -> dict[str, Any]:
-    return Hardware(processor(CPU), [2]).to_json() | changes
+    return asdict(Hardware(processor(CPU), [2])) | changes
 
 
 def test_the_same_hardware_is_not_worth_a_word() -> None:

@@ -11,13 +11,12 @@ from torch import nn
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.ema import Ema
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.ddp import DDPStrategy
-from hpc_train.training.train_state import TrainState
+from hpc_train.training.train_state import Ema, TrainState
 from tests.experiments import tiny_experiment
 from tests.forwards import PlainForward
 

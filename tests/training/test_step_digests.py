@@ -109,7 +109,7 @@ def trained(changed_at: int | None = None, what: str = "weight") -> list[StepDig
         if step == changed_at and what == "moment":
             optimizer = training.state.optimization.optimizer
             flip(next(iter(optimizer.state.values()))["exp_avg"], bit=12)  # rounding absorbs the last one
-        training.step(step, observer=digests)
+        training.step(step, observers=[digests])
     digests.exchange()
     return collected.digests
 
@@ -217,7 +217,7 @@ def parts_of_training(what: str = "", every: int | None = 2, steps: int = 6) -> 
         if step == 3 and what == "average":
             assert training.state.ema is not None
             flip(next(iter(training.state.ema.averages.values())), bit=9)
-        training.step(step, observer=digests)
+        training.step(step, observers=[digests])
     return collected.digests
 
 

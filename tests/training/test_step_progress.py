@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from hpc_train.training.distributed.shared_flags import SharedFlags
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.health.watchdog import Watchdog
 from hpc_train.training.loop import Trainer
-from hpc_train.training.step_times import Event, RunAhead
+from hpc_train.training.step_times import RunAhead
 from tests.checkpoint.checkpoint_runs import make_run
 from tests.training.test_loop import Task, make_trainer
 from tests.waiting import HANG_LIMIT_S
@@ -52,7 +53,7 @@ class Finite(Task):
         return outputs
 
 
-def hanging(run: RunPaths, check_peers: Callable[[], None], make_event: Callable[[], Event]) -> Trainer:
+def hanging(run: RunPaths, check_peers: Callable[[], None], make_event: Callable[[], Any]) -> Trainer:
     trainer = make_trainer(run, "stop", task=Finite())
     trainer.step_progress.run_ahead = RunAhead(trainer.progress, check_peers, make_event)
     return trainer
@@ -121,7 +122,7 @@ def test_a_device_that_hangs_raises_the_alarm_with_its_step(tmp_path: Path) -> N
     trainer = hanging(make_run(tmp_path / "run"), check_peers, lambda: Device(HANGS_IN))
     attempt, limit_s = AttemptPaths(tmp_path / "3"), {"hang_after_s": 0.3, "first_hang_after_s": HANG_LIMIT_S}
     watchdog = Watchdog(attempt, RankFacts(), "n1", None, trainer.progress, **limit_s, end=codes.append)
-    trainer.first_step._on_end = lambda parts: watchdog.has_stepped()
+    trainer.first_step.on_end = lambda parts: trainer.progress.has_stepped()
     watchdog.start()
 
     def train() -> None:

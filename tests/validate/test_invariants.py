@@ -44,8 +44,8 @@ from hpc_train.training.models import segmentation_models
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.torchvision import model_names
 from hpc_train.training.optimization import make_schedule
+from hpc_train.training.strategies import batchnorm
 from hpc_train.training.strategies import model_facts as facts_of_models
-from hpc_train.training.strategies import sync_batchnorm
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.fully_sharded import refuse_unshardable
 from hpc_train.training.strategies.pipeline import PipelineStrategy
@@ -253,9 +253,9 @@ SHARED = {
         schedule_slots(5),
         ranks=2,
     ),
-    "training.strategies.sync_batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
+    "training.strategies.batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
         {"parallel": {"sync_batchnorm": True}},
-        lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
+        lambda experiment: batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
         ranks=3,
     ),
     "training.strategies.tensor._check: dropped_attention": Shared(
@@ -316,7 +316,7 @@ SHARED = {
     "training.rank._degrees: find_degrees": Shared(
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
     ),
-    "training.optimization._warmup_steps: too_long_warmup": Shared(
+    "training.optimization.make_schedule: too_long_warmup": Shared(
         {
             "optimization.epochs": None,
             "optimization.steps": 9,

@@ -1,3 +1,1 @@
-"""The experiment file: its schema, a YAML reader that records positions, and error messages. Imports no
-torch.
-"""
+"""The experiment file: schema, a YAML reader that records positions, messages. Imports no torch."""

@@ -9,19 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpc_train.experiment.config import keys
 from hpc_train.experiment.config.fields import Arguments, Section
-from hpc_train.experiment.config.keys import (
-    Node,
-    as_mapping,
-    cached_schema,
-    child,
-    known_keys,
-    meant_path,
-    members,
-    node_at,
-    section_schema,
-    value_at,
-)
+from hpc_train.experiment.config.keys import Node, as_mapping, members, node_at
 from hpc_train.experiment.config.problems import (
     MAX_PROBLEMS,
     KeyPath,
@@ -36,22 +26,22 @@ from hpc_train.registry import nearest
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     """Return one problem per key that ``error`` is about; ``data`` is the validated input."""
-    return _explained(error, data, cached_schema(), lambda path: unknown_keys(path, data), target_of)
+    return _explained(error, data, keys.cached_schema(), lambda path: unknown_keys(path, data), target_of)
 
 
 def args_problems(path: KeyPath, owner: str, section: type[Section], args: Arguments) -> list[Problem]:
     """Return one problem per invalid key of ``args``, the arguments under ``path`` of the part ``owner``."""
-    keys = sorted(section.model_fields)
+    names = sorted(section.model_fields)
 
     def unknown(below: KeyPath) -> Iterable[Problem]:
-        problem = unknown_argument_problem(below, owner, str(below[-1]), keys)
+        problem = unknown_argument_problem(below, owner, str(below[-1]), names)
         return [replace(problem, on_key=True, code="key.unknown")]
 
     try:
         section.model_validate(args)
     except ValidationError as error:
-        schema = section_schema(section)
-        problems = _explained(error, args, schema, unknown, lambda below: (nearest(str(below[-1]), keys),))
+        schema = keys.section_schema(section)
+        problems = _explained(error, args, schema, unknown, lambda below: (nearest(str(below[-1]), names),))
         return [replace(problem, path=(*path, *problem.path)) for problem in problems]
     return []
 
@@ -102,18 +92,16 @@ def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
             failed.add(meant)
         if _is_unknown(problem):
             # The first part that is not in the schema, which may wrap the key.
-            end = next(
-                end for end in range(1, len(path) + 1) if node_at(path[:end]) is None or end == len(path)
-            )
-            failed.add(path[:end])
-        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in value_at(data, path[:-1])):
+            ends = range(1, len(path) + 1)
+            failed.add(path[: next(end for end in ends if node_at(path[:end]) is None or end == len(path))])
+        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in keys.value_at(data, path[:-1])):
             failed.add(path[:-1])
     return failed
 
 
 def _is_free(path: KeyPath) -> bool:
     """Tell whether the user chose the key's name, in a mapping whose other keys can be checked without it."""
-    return not isinstance(path[-1], int) and not known_keys(path[:-1])
+    return not isinstance(path[-1], int) and not keys.known_keys(path[:-1])
 
 
 def _is_unknown(problem: Problem) -> bool:
@@ -144,7 +132,7 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
 def _node(path: KeyPath, schema: Node) -> Node:
     node: Node | None = schema
     for segment in path:
-        node = child(node, segment) if node else None
+        node = keys.child(node, segment) if node else None
     return node or {}
 
 
@@ -158,17 +146,14 @@ def _given_at(data: Any, path: KeyPath) -> Any:
 
 
 def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
-    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key.
-
-    ``node``: of the schema that ``loc`` starts from.
-    """
+    """Return ``loc``, below ``node``, without the segments that pydantic appends after unions and keys."""
     path: KeyPath = ()
     for segment in loc:
         mapping = as_mapping(node) if node else None
         if isinstance(segment, str) and mapping is None:
             break
         path = (*path, segment)
-        node = child(node, segment) if node else None
+        node = keys.child(node, segment) if node else None
         if node is None:
             break
     return path
@@ -185,14 +170,11 @@ def _example_of(node: Node) -> str:
 
 def _example_for(path: KeyPath, data: dict[str, Any]) -> str | None:
     """Return the value of a missing key that follows from the keys beside it; None if none does."""
-    section = value_at(data, path[:-1])
+    section = keys.value_at(data, path[:-1])
     named = section if isinstance(section, dict) else {}
     if path == ("data", "name"):
-        return (
-            "imagefolder"
-            if any(key == "root" or _means((*path[:-1], key), "root") for key in named)
-            else None
-        )
+        has_root = any(key == "root" or _means((*path[:-1], key), "root") for key in named)
+        return "imagefolder" if has_root else None
     if path[-1] != "mode":
         return None
     metrics = [named[key] for key in named if key == "metric" or _means((*path[:-1], key), "metric")]
@@ -201,7 +183,7 @@ def _example_for(path: KeyPath, data: dict[str, Any]) -> str | None:
 
 def _means(path: KeyPath, key: str) -> bool:
     """Return True if another tool's key means ``key`` beside it: ``monitor`` means ``metric``."""
-    return meant_path(path) == (*path[:-1], key)
+    return keys.meant_path(path) == (*path[:-1], key)
 
 
 def wanted(node: Node) -> str:
@@ -224,8 +206,8 @@ def _wanted(node: Node) -> str:
         case "array":
             return _wanted_list(node)
         case "object":
-            keys = ", ".join(node.get("required", []))
-            return f"a mapping with {keys}" if keys else "a mapping"
+            required = ", ".join(node.get("required", []))
+            return f"a mapping with {required}" if required else "a mapping"
         case "string":
             return _wanted_text(node)
     return "a value"

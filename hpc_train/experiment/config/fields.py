@@ -40,9 +40,7 @@ FORMS = "24h, or a duration like 90min, 2d, 24:00:00 or 2-12:00:00"
 
 
 def parse_duration_min(text: str) -> int:
-    """Return the duration in whole minutes, seconds rounded up. Raises ValueError, which lists the valid
-    forms.
-    """
+    """Return whole minutes, seconds rounded up. Raises ValueError, which lists the valid forms."""
     if match := _WITH_UNIT.fullmatch(text.strip()):
         minutes = int(match[1]) * _UNITS_MIN[match[2]]
     elif match := _CLOCK.fullmatch(text.strip()):
@@ -202,10 +200,7 @@ OptimizerName = Annotated[
         "1 to 64 letters, digits, '_' or '/', starting with a letter, like adamw or timm/lamb",
     ),
 ]
-ScheduleName = Annotated[
-    str,
-    pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}", "the name of a schedule, like cosine"),
-]
+ScheduleName = Annotated[str, pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}", "the name of a schedule, like cosine")]
 ScriptPath = Annotated[
     str, pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")
 ]

@@ -145,15 +145,11 @@ def _elsewhere(path: KeyPath) -> list[KeyPath]:
 
 
 def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
-    """Return the problem of an unknown key, with the key that was probably meant.
-
-    ``rest``: the keys below it, where a dotted path names it.
-    """
+    """Return the problem of an unknown key, with the key that is probably meant. ``rest``: keys below it."""
     if len(path) == 1 and node_at(path) is not None:  # the other kind of file has it
         message = "belongs to hpc-train's own trainer, and this file has a program"
-        return Problem(
-            path, message, "take it out, or take program out", on_key=True, code="program.trainer-key"
-        )
+        remedy = "take it out, or take program out"
+        return Problem(path, message, remedy, on_key=True, code="program.trainer-key")
     return Problem(path, "unknown key", _remedy(path, rest), on_key=True, code="key.unknown")
 
 
@@ -246,18 +242,14 @@ def split_key(text: str) -> KeyPath:
 
 
 def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | None:
-    """Return the node below the first of ``segments``."""
     segment = segments[0]
     if node is None:
         return None
     mapping = as_mapping(node)
     if mapping is None:
         remedy = f"write {dotted(path)} alone"
-        raise BadKeyError(
-            Problem(
-                (*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True, code="key.path"
-            )
-        )
+        message = f"{dotted(path)} has no keys below it"
+        raise BadKeyError(Problem((*path, segment), message, remedy, on_key=True, code="key.path"))
     if "properties" in mapping and segment not in mapping["properties"]:
         raise BadKeyError(unknown_key((*path, segment), segments[1:]))
     return child(node, segment)
@@ -274,9 +266,7 @@ def value_at(data: Any, path: KeyPath) -> Any:
 
 
 def replaced(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, Any]:
-    """Return a copy of ``data`` with ``value`` at ``path``; missing sections are created, the rest is
-    shared.
-    """
+    """Return a copy with ``value`` at ``path``; missing sections are created, the rest is shared."""
     key, rest = path[0], path[1:]
     assert isinstance(key, str), "a key path from split_key has no indices"
     if not rest:
@@ -288,10 +278,7 @@ def replaced(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, An
 
 
 def json_schema() -> Node:
-    """Return a copy of the schema with a description of each key, which the caller may change.
-
-    Its ``required`` is that of a file for our trainer.
-    """
+    """Return a copy of the described schema; ``required`` is that of a file for our trainer."""
     return deepcopy(described_schema())
 
 

@@ -207,13 +207,8 @@ class _Reading:
         next(self.events)
         more = next(self.events)
         if isinstance(more, yaml.DocumentStartEvent):
-            self._refuse(
-                "yaml.two-documents",
-                (),
-                more,
-                "a second document begins here",
-                "write one experiment per file",
-            )
+            message = "a second document begins here"
+            self._refuse("yaml.two-documents", (), more, message, "write one experiment per file")
         return data
 
     def _events(self) -> Iterator[yaml.Event]:
@@ -330,13 +325,10 @@ class _Reading:
 
 def _syntax_error(error: yaml.MarkedYAMLError, text: str) -> _UnreadableError:
     reason = ", ".join(part for part in (error.context, error.problem) if part)
-    remedy = (
-        _blank_remedy(error, text)
-        or _line_remedy(error, text)
-        or next(
-            (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
-        )
+    usual = next(
+        (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
     )
+    remedy = _blank_remedy(error, text) or _line_remedy(error, text) or usual
     # Without an error before the end of the file a quote or bracket is not closed.
     last_line = len(_LINE_BREAK.split(text.rstrip()))
     is_unclosed = error.context_mark and error.problem_mark and error.problem_mark.line >= last_line

@@ -116,11 +116,9 @@ class Source:
         if path[:1] not in self.marks and path[:1] not in self.command_line:
             return line
         place = self.place(Problem(path, "", ""))
-        return (
-            f"command line: {line}"
-            if place == COMMAND_LINE
-            else f"{self.name}:{place.line}:{place.column}: {line}"
-        )
+        if place == COMMAND_LINE:
+            return f"command line: {line}"
+        return f"{self.name}:{place.line}:{place.column}: {line}"
 
     def render(self, problem: Problem) -> str:
         """Return ``exp.yaml:LINE:COL: key.path: what is wrong; what to write instead``, on one line."""
@@ -132,30 +130,20 @@ class Source:
         return ProblemLine(text, problem.code, dotted(problem.path))
 
     def render_all(self, problems: Iterable[Problem]) -> list[str]:
-        """Return the lines in file order without duplicates; after ``MAX_PROBLEMS``, a line that says there
-        are more.
-        """
+        """Return the lines in file order, each once; after ``MAX_PROBLEMS`` one that there are more."""
         ordered = sorted(problems, key=self.place)
         lines = list(dict.fromkeys(self.render(problem) for problem in ordered[: 2 * MAX_PROBLEMS]))
         if len(lines) <= MAX_PROBLEMS:
             return lines
-        more = Problem(
-            (),
-            "there are more problems",
-            "fix those above first",
-            place=self.place(ordered[-1]),
-            code="problems.more",
-        )
+        place, remedy = self.place(ordered[-1]), "fix those above first"
+        more = Problem((), "there are more problems", remedy, place=place, code="problems.more")
         return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 
 def unknown_argument_problem(
     section: KeyPath, owner: str, name: str, known: Sequence[str], meant: str | None = None
 ) -> Problem:
-    """Return the problem with an argument in ``section`` that ``owner`` does not take.
-
-    ``meant``: the argument that other tools call so.
-    """
+    """Return the problem with an argument that ``owner`` does not take. ``meant``: by other tools' names."""
     hint = meant if meant in known else nearest(name, known)
     takes = f"{shortened(owner)} takes {', '.join(known) or 'none'}"
     remedy = f"did you mean {hint!r}?" if hint else f"take it out; {takes}"

@@ -114,11 +114,8 @@ def _as_outputs(value: object) -> object:
     paths: Any = [value] if isinstance(value, str) else value
     for path in paths if isinstance(paths, list) else ():
         if isinstance(path, str) and path.startswith(("/", "~")) and PurePosixPath(path).name.isprintable():
-            inner = [
-                PurePosixPath(path_text).name if path_text.startswith(("/", "~")) else path_text
-                for path_text in paths
-                if isinstance(path_text, str)
-            ]
+            texts = [text for text in paths if isinstance(text, str)]
+            inner = [PurePosixPath(text).name if text[:1] in {"/", "~"} else text for text in texts]
             listed_paths = ", ".join(map(one_word, inner))
             raise ValueError(
                 f"{path} is not below the folder in which the program starts, where each run has its own "

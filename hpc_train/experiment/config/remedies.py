@@ -21,7 +21,7 @@ from hpc_train.experiment.config.keys import (
 )
 from hpc_train.experiment.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, dotted, related, shown, split_at_colon, with_blank
-from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.experiment.config.synonyms import value_for
 from hpc_train.registry import as_factory, nearest
 
 #: Keys of sections that people may know by a value alone: ``parallel: fsdp``, ``ema: 0.999``.
@@ -97,7 +97,6 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
 
 
 def _remedy_for_value(path: KeyPath, value: object, node: Node, types: set[object]) -> str:
-    """Return the remedy for a value that is not text."""
     if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
         return f"write {int(value)}"
     if types == {"string"} and not isinstance(value, dict | list) and _takes_text(node, shown(value)):
@@ -136,7 +135,6 @@ def _remedy_for_swept(path: KeyPath, values: list[Any], node: Node) -> str:
 
 
 def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
-    """Return the section to write in place of a value that is not a mapping."""
     if value is False:
         return "take it out"
     if path == ("slurm", "extra") and isinstance(value, str) and (options := _OPTION.findall(value[:_LONG])):
@@ -190,9 +188,8 @@ def completed(path: KeyPath, section: dict[str, Any]) -> dict[str, Any]:
     missing = {key: mapping["properties"][key]["examples"][0] for key in needed if key not in section}
     if "mode" in missing:
         missing["mode"] = usual_mode(str((missing | section).get("metric"))) or missing["mode"]
-    return {
-        key: (missing | section)[key] for key in [*needed, *(key for key in section if key not in needed)]
-    }
+    whole = missing | section
+    return {key: whole[key] for key in dict.fromkeys([*needed, *section])}
 
 
 def usual_mode(metric: str) -> str | None:
@@ -223,7 +220,6 @@ def _fits(member: Node, value: object) -> bool:
 
 
 def _value_like(path: KeyPath, node: Node) -> Any:
-    """Return a value of a key for an example."""
     first = members(node)[0]
     if first.get("type") == "object":
         return completed(path, {})
@@ -253,7 +249,6 @@ def _remedy_for_nested(path: KeyPath, value: dict[str, Any]) -> str:
 
 
 def _example(node: Node, types: set[object]) -> str:
-    """Return an example; the message already describes the values that the key accepts."""
     if types == {"string"} and (choices := _choices(node)):
         return f"write {choices[0]}"
     if numbers := [member for member in members(node) if member.get("type") in _NUMBERS]:

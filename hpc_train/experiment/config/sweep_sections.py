@@ -26,9 +26,7 @@ from hpc_train.experiment.config.problems import KeyPath
 #: The largest sweep.
 MAX_RUNS = 10_000
 #: The keys of the section that say which runs there are.
-SWEPT: tuple[KeyPath, ...] = tuple(
-    ("sweep", name) for name in ("grid", "list", "random", "exclude", "search")
-)
+SWEPT: tuple[KeyPath, ...] = tuple(("sweep", key) for key in ("grid", "list", "random", "exclude", "search"))
 #: Distributions, in the order of the documentation. Their values are two bounds, but those of ``choice``.
 CHOICE = "choice"
 RANGES = ("uniform", "log_uniform", "int", "log_int")
@@ -130,8 +128,7 @@ class Distribution(Section):
 
 
 _Parameters = Annotated[
-    dict[str, Distribution],
-    Field(examples=[{"optimization.optimizer.lr": {"log_uniform": [0.001, 0.1]}}]),
+    dict[str, Distribution], Field(examples=[{"optimization.optimizer.lr": {"log_uniform": [0.001, 0.1]}}])
 ]
 
 

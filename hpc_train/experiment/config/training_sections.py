@@ -221,8 +221,7 @@ class DataConfig(Section):
     """Largest number of pixels of an image file; one with more can't be read. Default: that of Pillow,
     178,956,970."""
     normalize: Annotated[
-        NormalizeConfig | None,
-        BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v),
+        NormalizeConfig | None, BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v)
     ] = None
     """Mean and standard deviation per channel; or ``weights``: those of the pretrained weights, with their
     interpolation, and their crop unless ``eval_crop`` is given. Default: those of the data set."""
@@ -355,16 +354,19 @@ class OptimizationConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1, examples=[0.1])] = 0.0
     """Label smoothing: the fraction of the target that is spread over all classes. 0: off."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do when a loss or gradient is NaN or infinite on any rank: ``stop`` ends the run; ``skip``
-    skips the weight update; ``rollback`` returns to the newest checkpoint and skips the data of that step."""
+    """Reaction to a loss or gradient that is NaN or infinite on any rank: ``stop`` ends the run; ``skip``
+    skips the weight update; ``rollback`` returns to the newest checkpoint and skips the data of that step.
+    Keep ``stop`` until ``replay`` has shown the cause. ``skip`` is for rare bad batches, ``rollback`` for
+    runs in which NaN follows from earlier updates."""
     max_non_finite: PositiveInt = 10
     """With ``skip`` or ``rollback``: maximum number of such steps in the whole run. One more ends it. Data
     that ``on_spike: rollback`` skips count, too."""
     on_spike: Literal["report", "skip", "rollback"] | None = None
-    """What to do when the loss or the gradients' norm rises far above those of the last 128 steps:
+    """Reaction to a loss or gradient norm far above those of the last 128 steps:
     ``report`` records the step and its samples in ``spikes.jsonl``; ``skip`` also skips the weight update;
     ``rollback`` returns to the newest checkpoint and skips the data of that step, at most
-    ``max_non_finite`` times. Default: off."""
+    ``max_non_finite`` times. Start with ``report``. ``skip`` is for single bad batches, ``rollback`` for
+    runs whose loss stays high after a spike. Default: off."""
     ema: EmaConfig | None = None
     """Exponential moving average of the weights. Default: off."""
     mixup: NotNegativeFloat = 0.0

@@ -12,36 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hpc_train.errors import shortened
-from hpc_train.experiment.config.keys import (
-    PROGRAM,
-    BadKeyError,
-    argument_remedy,
-    as_mapping,
-    job_key,
-    known_keys,
-    means_program,
-    meant_path,
-    members,
-    node_at,
-    program_key,
-    split_key,
-    unknown_key,
-    value_at,
-)
+from hpc_train.experiment.config import keys, remedies
 from hpc_train.experiment.config.marked_yaml import resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, split_at_colon
 from hpc_train.experiment.config.program_section import listed
-from hpc_train.experiment.config.remedies import (
-    completed,
-    fits,
-    in_flow,
-    in_unit_of,
-    is_swept,
-    remedy,
-    section_like,
-)
-from hpc_train.experiment.config.synonyms import advice_for
-from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.experiment.config.remedies import fits, in_flow, remedy
+from hpc_train.experiment.config.synonyms import advice_for, value_for
 from hpc_train.redaction import without_credentials
 from hpc_train.registry import suggestion
 
@@ -57,20 +33,25 @@ _PARTS_OF_SWEEPS = ("command", "metric", "early_terminate", "run_cap", "program"
 
 def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problem with the unknown key at ``path`` of ``data``; if it only wraps keys, theirs."""
-    if path[0] == PROGRAM or (len(path) == 1 and node_at(path) is not None):
-        yield unknown_key(path)  # the user's own names, or a key of the other kind of file
+    if path[0] == keys.PROGRAM or (len(path) == 1 and keys.node_at(path) is not None):
+        yield keys.unknown_key(path)  # the user's own names, or a key of the other kind of file
         return
-    is_of_program = program_key(str(path[-1])) is not None
-    if PROGRAM in data and len(path) == 1 and (is_of_program or job_key(path) is None):
-        likely = argument_remedy(name := str(path[0]))
-        likely = likely if is_of_program else suggestion(name, known_keys(()), likely)
+    is_of_program = keys.program_key(str(path[-1])) is not None
+    if keys.PROGRAM in data and len(path) == 1 and (is_of_program or keys.job_key(path) is None):
+        likely = keys.argument_remedy(name := str(path[0]))
+        likely = likely if is_of_program else suggestion(name, keys.known_keys(()), likely)
         yield Problem(path, "unknown key", likely, on_key=True, code="key.unknown")
         return
-    value = value_at(data, path)
-    if len(path) == 1 and program_key(str(path[0])) == "command" and isinstance(value, str | list) and value:
+    value = keys.value_at(data, path)
+    if (
+        len(path) == 1
+        and keys.program_key(str(path[0])) == "command"
+        and isinstance(value, str | list)
+        and value
+    ):
         line = value if isinstance(value, str) else shlex.join(map(str, value))
-        command = f"write {PROGRAM}: {{command: {listed(line)}}}"
-        if not means_program(data):
+        command = f"write {keys.PROGRAM}: {{command: {listed(line)}}}"
+        if not keys.means_program(data):
             command += " for a training script of your own, in place of task, model, data and optimization"
         yield Problem(path, "unknown key", command, on_key=True, code="key.unknown")
         return
@@ -81,12 +62,12 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
         for key in value:
             yield from unknown_keys((*path, key), data)
         return
-    problem = unknown_key(own_path(path))
+    problem = keys.unknown_key(own_path(path))
     key, blank, text = str(path[-1]).partition(" ")
-    if split_at_colon(str(path[-1]), known_keys(path[:-1])):
+    if split_at_colon(str(path[-1]), keys.known_keys(path[:-1])):
         yield problem
         return
-    if blank and value is None and key in known_keys(path[:-1]):
+    if blank and value is None and key in keys.known_keys(path[:-1]):
         remedy = f"write {key}: {shortened(text)}, with a colon"
         yield Problem(path, "unknown key", remedy, on_key=True, code=problem.code)
         return
@@ -102,16 +83,16 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
 
 def own_path(path: KeyPath) -> KeyPath:
     """Return the unknown key in the section that unknown keys above it mean; without one at the top."""
-    if len(path) == 1 or node_at(path[:-1]) is not None:
+    if len(path) == 1 or keys.node_at(path[:-1]) is not None:
         return path
     section = target_of(path[:-1])
-    return path[-1:] if section is None or not known_keys(section) else (*section, path[-1])
+    return path[-1:] if section is None or not keys.known_keys(section) else (*section, path[-1])
 
 
 def target_of(path: KeyPath) -> KeyPath | None:
     """Return the key that an unknown key means, also one below another unknown key; None if not known."""
     own = own_path(path)
-    return own if own != path and own[-1] in known_keys(own[:-1]) else meant_path(own)
+    return own if own != path and own[-1] in keys.known_keys(own[:-1]) else keys.meant_path(own)
 
 
 def _is_wrapper(path: KeyPath, data: Mapping[str, Any]) -> bool:
@@ -122,14 +103,13 @@ def _is_wrapper(path: KeyPath, data: Mapping[str, Any]) -> bool:
     if meant is None:
         return True
     is_above = path[: len(meant)] == meant
-    return as_mapping(node_at(meant) or {}) is not None and (
-        is_above or isinstance(value_at(data, meant), dict)
+    return keys.as_mapping(keys.node_at(meant) or {}) is not None and (
+        is_above or isinstance(keys.value_at(data, meant), dict)
     )
 
 
 def _message(path: KeyPath) -> str:
-    """Return the message: an argument is in the wrong place, another key unknown."""
-    meant = meant_path(path)
+    meant = keys.meant_path(path)
     if meant is None or meant[:-1] != (*path[:-1], "args"):
         return "unknown key"
     renamed = "" if meant[-1] == path[-1] else f": {path[-1]} is {meant[-1]} there"
@@ -141,11 +121,11 @@ def _translation(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | No
     own, parent, target = own_path(path), path[:-1], target_of(path)
     if target is None or advice_for(own) or path[: len(target)] == target:
         return None
-    node = node_at(target)
+    node = keys.node_at(target)
     is_off = isinstance(value, bool | str) and str(value).lower() in _OFF
     if is_off and node is not None and not fits(node, value):
         return "take it out"
-    meant = _merged(value_at(data, target), target, _converted(target, value, own[-1]), value)
+    meant = _merged(keys.value_at(data, target), target, _converted(target, value, own[-1]), value)
     if meant is None:
         advice = remedy(target, node or {}, value)
         return advice if advice.startswith("take it out") else None
@@ -167,12 +147,12 @@ def _gres(path: KeyPath, value: Any) -> str | None:
     match = re.fullmatch(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d{1,3})", str(value)[:_MAX_LENGTH])
     is_type = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]{1,30}", value)
     if path[-1] in ("gpu", "gpus") and is_type and value not in ("auto", "all", "none"):
-        keys = {"gpus_per_node": 1, "gpu_type": value}
+        request = {"gpus_per_node": 1, "gpu_type": value}
     elif path[-1] in ("gres", "gpus") and match is not None:
-        keys = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
+        request = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
     else:
         return None
-    return f"write {in_flow(keys)[1:-1] if path[0] == 'slurm' else f'slurm: {in_flow(keys)}'}"
+    return f"write {in_flow(request)[1:-1] if path[0] == 'slurm' else f'slurm: {in_flow(request)}'}"
 
 
 def _merged(existing: Any, target: KeyPath, meant: Any, value: Any) -> Any:
@@ -189,16 +169,20 @@ def _merged(existing: Any, target: KeyPath, meant: Any, value: Any) -> Any:
 
 def _converted(target: KeyPath, value: Any, name: object) -> Any:
     """Return the value of ``target`` for that of another tool's key ``name``; None if it does not follow."""
-    node = node_at(target)
+    node = keys.node_at(target)
     if node is None:
         return value
-    section = as_mapping(node)
+    section = keys.as_mapping(node)
     if value is True and fits(node, 0.5):
         return 0.5
-    if isinstance(value, str) and not fits(node, value) and (amount := in_unit_of(target, value, node)):
+    if (
+        isinstance(value, str)
+        and not fits(node, value)
+        and (amount := remedies.in_unit_of(target, value, node))
+    ):
         return resolve_scalar(amount.split()[1])
     if value is True and not fits(node, value):
-        return value_for(target, name) or (completed(target, {}) if section else None)
+        return value_for(target, name) or (remedies.completed(target, {}) if section else None)
     if isinstance(value, dict) and section:
         return _converted_section(target, value)
     if isinstance(value, dict):
@@ -210,8 +194,8 @@ def _converted(target: KeyPath, value: Any, name: object) -> Any:
     if fits(node, meant):
         return meant
     if section:
-        return section_like(target, meant) or (True if fits(node, True) else None)
-    if any(member.get("type") == "array" for member in members(node)):
+        return remedies.section_like(target, meant) or (True if fits(node, True) else None)
+    if any(member.get("type") == "array" for member in keys.members(node)):
         return meant if isinstance(meant, list) else [meant]
     is_list_of_devices = isinstance(meant, list) and target[-1] == "gpus_per_node"
     return len(meant) if is_list_of_devices else None
@@ -222,34 +206,33 @@ def _converted_section(target: KeyPath, value: dict[str, Any]) -> dict[str, Any]
     section: dict[str, Any] = {}
     for key, item in value.items():
         path = (*target, key)
-        meant = path if key in known_keys(target) else meant_path(path)
+        meant = path if key in keys.known_keys(target) else keys.meant_path(path)
         is_argument = meant is not None and meant[:-1] == (*target, "args")
         if meant is None or (meant[:-1] != target and not is_argument):
             meant = path
-        new = _converted(meant, item, key) if node_at(meant) else item
+        new = _converted(meant, item, key) if keys.node_at(meant) else item
         into = section.setdefault("args", {}) if is_argument else section
         into[str(meant[-1])] = item if new is None else new
     return section
 
 
 def _section_beside(path: KeyPath, section: KeyPath, data: Mapping[str, Any]) -> tuple[KeyPath, Any]:
-    """Return a section beside the key and its value, with all keys beside it that belong there."""
-    existing = value_at(data, section)
+    existing = keys.value_at(data, section)
     merged = dict(existing) if isinstance(existing, dict) else {}
-    for key, value in value_at(data, path[:-1]).items():
-        target = None if key in known_keys(path[:-1]) else meant_path((*path[:-1], key))
+    for key, value in keys.value_at(data, path[:-1]).items():
+        target = None if key in keys.known_keys(path[:-1]) else keys.meant_path((*path[:-1], key))
         if target is not None and target[:-1] == section:
             new = _converted(target, value, key)
             merged[str(target[-1])] = value if new is None else new
-    return section[-1:], completed(section, merged) if known_keys(section) else merged
+    return section[-1:], remedies.completed(section, merged) if keys.known_keys(section) else merged
 
 
 def _with_required(target: KeyPath, value: Any, data: Mapping[str, Any]) -> tuple[KeyPath, Any]:
     """Return the key and its value; with its section, if the file lacks others that the section requires."""
     section = target[:-1]
-    if len(section) < 2 or isinstance(value_at(data, section), dict):
+    if len(section) < 2 or isinstance(keys.value_at(data, section), dict):
         return target, value
-    whole = completed(section, {str(target[-1]): value})
+    whole = remedies.completed(section, {str(target[-1]): value})
     return (section, whole) if len(whole) > 1 else (target, value)
 
 
@@ -257,17 +240,21 @@ def _nested(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | None:
     """Return how to write a key path with dots, which only the command line and sweeps take."""
     name = str(path[-1])
     try:
-        keys = split_key(dotted((*path[:-1], name))) if "." in name else ()
-    except BadKeyError:
+        parts = keys.split_key(dotted((*path[:-1], name))) if "." in name else ()
+    except keys.BadKeyError:
         return None
-    if len(keys) <= len(path):
+    if len(parts) <= len(path):
         return None
     end = max(
-        end for end in range(len(path), len(keys) + 1) if end == len(path) or value_at(data, keys[: end - 1])
+        end
+        for end in range(len(path), len(parts) + 1)
+        if end == len(path) or keys.value_at(data, parts[: end - 1])
     )
-    for key in reversed(keys[end:]):
+    for key in reversed(parts[end:]):
         value = {str(key): value}
-    return f"{_write((keys[end - 1],), value)} below {keys[end - 2]}:" if end > 1 else _write(keys[:1], value)
+    return (
+        f"{_write((parts[end - 1],), value)} below {parts[end - 2]}:" if end > 1 else _write(parts[:1], value)
+    )
 
 
 def _part_of_sweep(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | None:
@@ -275,7 +262,7 @@ def _part_of_sweep(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | 
     section, name = path[:-1], str(path[-1])
     if section not in (("sweep",), ("sweep", "random"), ("sweep", "search")):
         return None
-    key_of = _swept_argument if PROGRAM in data else _swept_key
+    key_of = _swept_argument if keys.PROGRAM in data else _swept_key
     swept = _swept_values({name: value}, key_of)
     if not swept and isinstance(value, dict) and section == ("sweep",):
         swept = _swept_values(value, key_of)
@@ -293,22 +280,20 @@ def _part_of_distribution(path: KeyPath, data: Mapping[str, Any]) -> str | None:
     """Return the distribution for ``min`` and ``max``, or ``values``, of a parameter as wandb has it."""
     if path[-2:-1] == () or path[:1] != ("sweep",) or path[2:3] != ("parameters",) or len(path) != 5:
         return None
-    distribution = _distribution(value_at(data, path[:-1]))
+    distribution = _distribution(keys.value_at(data, path[:-1]))
     if isinstance(distribution, list):
         distribution = {"choice": distribution}
     if distribution is None or path[-1] in distribution:
         return None
-    return (
-        _write(*next(((key,), item) for key, item in distribution.items()))
-        if path[-1] != "max"
-        else "take it out"
-    )
+    if path[-1] == "max":
+        return "take it out"
+    return _write(*next(((key,), item) for key, item in distribution.items()))
 
 
 def _swept_argument(name: str) -> str | None:
     """Return the key of an argument of the script; None for another part of a sweep."""
     key = name.rpartition(".")[2].lstrip("-")
-    return None if name.startswith(_PARTS_OF_SWEEPS) else f"{PROGRAM}.args.{key}"
+    return None if name.startswith(_PARTS_OF_SWEEPS) else f"{keys.PROGRAM}.args.{key}"
 
 
 def _swept_values(values: Mapping[str, Any], key_of: Callable[[str], str | None]) -> dict[str, Any] | None:
@@ -345,15 +330,14 @@ def _distribution(value: Mapping[str, Any]) -> Any:
 
 
 def _swept_key(name: str) -> str | None:
-    """Return the dotted key of the file that a sweep can vary; None if there is none."""
     try:
-        path: KeyPath | None = split_key(name)
-    except BadKeyError as error:
-        path = meant_path(error.problem.path)
+        path: KeyPath | None = keys.split_key(name)
+    except keys.BadKeyError as error:
+        path = keys.meant_path(error.problem.path)
         unknown, rest = dotted(error.problem.path), ""
         if name.startswith(f"{unknown}."):
             rest = name.removeprefix(unknown)
         path = None if path is None else tuple(f"{dotted(path)}{rest}".split("."))
-    if path is None or node_at(path) is None or not is_swept(path):
+    if path is None or keys.node_at(path) is None or not remedies.is_swept(path):
         return None
     return dotted(path)

@@ -89,7 +89,6 @@ def _published(data: DataConfig) -> _Published:
 
 
 def _image_files(**facts: Any) -> DataFacts:
-    """Return the facts of a data set of image files below ``data.root``."""
     channels = _argument("channels", 3)
     return DataFacts("images", needs_root=True, is_in_root=True, example="", channels=channels, **facts)
 

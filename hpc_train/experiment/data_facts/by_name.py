@@ -39,10 +39,7 @@ def task_facts(name: str) -> TaskFacts:
 
 
 def _rows(kind: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
-    """Return the rows of all parts of a kind, the built-in ones first.
-
-    A plug-in whose row can't be imported is omitted because the file does not name it.
-    """
+    """Return the rows of all parts of a kind, the built-in ones first; none of a broken plug-in."""
     rows = dict(built_in)
     for name in described(kind):
         with suppress(Exception):
@@ -115,11 +112,8 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
     all_tasks = _rows("tasks", TASKS, TaskFacts())
     all_data = _rows("datasets", DATA_SETS, DataFacts())
     tasks = [name for name, facts in all_tasks.items() if facts.fits(data)]
-    others = [
-        name
-        for name, facts in all_data.items()
-        if needs.fits(facts) and facts.example == "" and facts.target is not None
-    ]
+    fitting = {name: facts for name, facts in all_data.items() if needs.fits(facts)}
+    others = [name for name, facts in fitting.items() if facts.example == "" and facts.target is not None]
     remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
     wanted, actual = _content_text(needs.modalities, needs.targets), _content_text(modality, target)
     message = f"{task} reads {wanted}, and {data_name} has {actual}"

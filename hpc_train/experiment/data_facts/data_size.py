@@ -62,10 +62,7 @@ def num_sequences(num_tokens: int, sequence_length: int) -> int:
 
 
 def count_sequences(data: DataConfig) -> int | None:
-    """Return N of ``text`` without loading it; None if it is not here, or takes too long to count.
-
-    None also if there are no sequences; the data set reports the reason.
-    """
+    """Return N of ``text`` without loading it; None if it is not here, has none, or takes too long."""
     if data.root is None:
         return None
     root = expanded(data.root)
@@ -143,6 +140,5 @@ def _images_by_folder(folder: Path) -> Iterator[list[str]]:
     """Yield the paths of the images in ``folder`` and in each folder below it, without hidden files."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield [
-            f"{parent}/{name}" for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "."
-        ]
+        visible = (name for name in names if name[0] != ".")
+        yield [f"{parent}/{name}" for name in visible if name.lower().endswith(IMAGE_EXTENSIONS)]

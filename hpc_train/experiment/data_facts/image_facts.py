@@ -81,11 +81,8 @@ def not_for_masks(data: DataConfig) -> Problem | None:
     key = next((key for key in moving if getattr(data.augment, key)), None)
     if key is None:
         return None
-    return Problem(
-        ("data", "augment", key),
-        "moves the pixels of the image, but not those of masks and boxes",
-        "write random_scale, hflip or vflip, which move both",
-    )
+    message = "moves the pixels of the image, but not those of masks and boxes"
+    return Problem(("data", "augment", key), message, "write random_scale, hflip or vflip, which move both")
 
 
 def only_for_masks(data: DataConfig) -> Problem | None:
@@ -117,11 +114,8 @@ def model_problem(model: str, channels: int) -> Problem | None:
     provider, rest = split_name(model)
     if provider != "torchvision" or channels in (1, 3):
         return None
-    return Problem(
-        ("model", "name"),
-        f"torchvision's models take 1 or 3 channels and the data have {channels}",
-        f"use timm's (timm/{rest}), which take any number",
-    )
+    message = f"torchvision's models take 1 or 3 channels and the data have {channels}"
+    return Problem(("model", "name"), message, f"use timm's (timm/{rest}), which take any number")
 
 
 def normalize_problem(key: str, values: Sequence[float], channels: int) -> Problem | None:

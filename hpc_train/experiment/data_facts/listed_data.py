@@ -159,7 +159,6 @@ def _shards(root: Path, shards: str | list[str]) -> list[Path]:
 
 
 def _expanded(name: str) -> Iterator[str]:
-    """Yield the name, once per number if it contains a range ``{first..last}``."""
     parts = _RANGE.split(name)
     texts, ends = parts[::3], zip(parts[1::3], parts[2::3], strict=True)
     ranges = [[str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)] for low, high in ends]
@@ -245,7 +244,6 @@ def listed_images(data: DataConfig) -> list[str]:
 
 
 def _column(path: Path, column: str) -> Iterator[str]:
-    """Yield the cells of a column of a list."""
     if path.suffix not in SEPARATORS:
         from pyarrow import parquet
 
@@ -299,10 +297,7 @@ class IndexHeader(StoredFields):
 
 
 def index_header(path: Path) -> tuple[IndexHeader, int] | None:
-    """Return the header of an index and the offset of its arrays. None if it is missing or damaged.
-
-    Raises OSError.
-    """
+    """Return an index's header and the offset of its arrays; None without a valid one. Raises OSError."""
     if not path.is_file():  # a pipe would block
         return None
     try:

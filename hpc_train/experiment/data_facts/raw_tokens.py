@@ -206,7 +206,6 @@ class _Sample:
         return is_many and not self._num_beyond(dtype, swapped=True)
 
     def _num_beyond(self, dtype: RawDtype, *, swapped: bool = False) -> int:
-        """Return the number of tokens in the sample beyond the vocabulary."""
         blocks = self._numbers(_CODES[dtype], swapped=swapped)
         return sum(number >= self._vocabulary_size for block in blocks for number in block)
 
@@ -226,7 +225,6 @@ class _Sample:
         return len(upper) >= _MIN_PATTERN and not any(upper) and sum(map(bool, lower)) > len(lower) // 2
 
     def _alternating(self, code: str) -> tuple[list[int], list[int]]:
-        """Return the numbers at even and at odd positions."""
         blocks = self._numbers(code)
         return [n for block in blocks for n in block[::2]], [n for block in blocks for n in block[1::2]]
 

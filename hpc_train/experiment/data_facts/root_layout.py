@@ -57,10 +57,7 @@ def why_not_read(path: Path) -> str | None:
 
 
 def unread_texts(root: Path, read: Collection[Path]) -> list[str]:
-    """Return the sorted names of files below ``root`` that look like text or tokens and are not in ``read``.
-
-    Includes links to folders.
-    """
+    """Return sorted names below ``root`` that look like text or tokens and are not in ``read``."""
     return sorted(str(path.relative_to(root)) for path in _like_text(root) if path not in read)
 
 
@@ -141,9 +138,8 @@ def coco(root: Path) -> Problem | None:
         if published:
             folder = published[0].stem.removeprefix("instances_")
             links = f"ln -s annotations/{published[0].name} train.json; ln -s {folder} train"
-            return _problem(
-                f"{root} contains no train.json", f"run `cd {root}; {links}`, and likewise for val"
-            )
+            remedy = f"run `cd {root}; {links}`, and likewise for val"
+            return _problem(f"{root} contains no train.json", remedy)
         remedy = "write the folder that contains it, and the images in train/"
         return _problem(f"{root} contains no train.json", remedy)
     for path in annotation_files(root).values():

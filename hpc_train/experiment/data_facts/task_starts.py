@@ -77,9 +77,8 @@ class Start:
 
     def model_for(self, data: str | None) -> str:
         """Return the model for the data set."""
-        return (
-            self.model if data == self.data and self.data != self.own_data else self.own_model or self.model
-        )
+        is_default = data == self.data != self.own_data
+        return self.model if is_default else self.own_model or self.model
 
     def needs_root(self, data: str | None) -> bool:
         """Return True if the data set needs ``data.root``."""

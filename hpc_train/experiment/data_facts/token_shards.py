@@ -138,10 +138,7 @@ def _shards_if_any(data: DataConfig) -> TokenShards | None:
 
 
 def find_shards(data: DataConfig, args: TokensArgs) -> TokenShards:
-    """Return the shards of the text that ``data.root`` contains now; reads only headers.
-
-    Raises BadFileError if there are none, DamagedShardError if one is incomplete.
-    """
+    """Return the shards of the text in ``data.root``. Raises BadFileError or DamagedShardError."""
     root = root_of(data)
     texts = sources(root)
     if texts["train"]:
@@ -262,8 +259,6 @@ def _sampled(path: Path) -> bytes:
 
 
 class _Entry(StoredFields):
-    """A shard, as the index lists it."""
-
     file: Annotated[str, Field(pattern=r"^[^./][^/]*$")]
     tokens: StoredCount
     documents: StoredCount
@@ -271,8 +266,6 @@ class _Entry(StoredFields):
 
 
 class _Index(StoredFields):
-    """The content of ``index.json``."""
-
     dtype: RawDtype
     vocabulary_size: StoredCount
     tokenizer: str

@@ -1,3 +1,1 @@
-"""Turns a file into runs: sweep, run ids, batch arithmetic. Everything here can be pickled; imports
-no torch.
-"""
+"""Turns a file into runs: sweep, ids, batch arithmetic. All can be pickled; imports no torch."""

@@ -227,15 +227,13 @@ def device_here(device: str, ranks: int) -> Device:
     if device == "cuda":
         remedy = "nvidia-smi shows no GPU here; plan on the machine that trains"
         return Device("GPU", is_gpu=True, memory_bytes=None, remedy=remedy)
-    match = re.search(
-        r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    match = re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)
     assert match is not None, "Linux has it"
     return Device("CPU of this machine", is_gpu=False, memory_bytes=int(match[1]) * 1024 // ranks)
 
 
 def _local_gpu() -> Device | None:
-    """Return the smallest GPU of this machine; None if there is none."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]

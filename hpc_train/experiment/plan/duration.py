@@ -133,14 +133,10 @@ def predicted(work: StepWork, steps: Steps, step_time: StepTime, size: Ranks) ->
     start_s, stop_s = (_mean([getattr(run, key) for run in runs]) for key in ("start_s", "stop_s"))
     attempts = count_attempts(busy_s, start_s, size.attempt_s)
     duration_s = busy_s + (attempts or 1) * (start_s + stop_s)
-    return Prediction(
-        step_s,
-        duration_s,
-        attempts,
-        None if size.gpus is None else duration_s / 3600 * size.gpus,
-        None if size.cores is None else duration_s / 3600 * size.cores,
-        tuple(run.name for run in runs),
-    )
+    gpu_hours = None if size.gpus is None else duration_s / 3600 * size.gpus
+    core_hours = None if size.cores is None else duration_s / 3600 * size.cores
+    names = tuple(run.name for run in runs)
+    return Prediction(step_s, duration_s, attempts, gpu_hours, core_hours, names)
 
 
 def count_attempts(busy_s: float, start_s: float, attempt_s: float | None) -> int | None:

@@ -75,10 +75,7 @@ def fingerprints(experiment: Experiment, recorded: object = None) -> dict[str, d
 
 
 def other_inputs(then: object, now: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the keys whose files ``now`` differ from ``then``, both like ``fingerprints``.
-
-    A part that is missing on either side counts as equal.
-    """
+    """Return the keys whose ``fingerprints`` differ; a part missing on either side counts as equal."""
     return [key for key, parts in now.items() if _differ(_parts_of(then, key), parts)]
 
 
@@ -280,9 +277,7 @@ def _is_cycle(path: str, root: str) -> bool:
 def _classes(root: str) -> str | None:
     try:
         with os.scandir(os.path.join(root, _SPLITS[0])) as entries:  # noqa: PTH118
-            names = sorted(
-                entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-            )
+            names = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
     except FileNotFoundError:
         return None
     digest = hashlib.sha256()

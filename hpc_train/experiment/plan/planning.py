@@ -1,4 +1,4 @@
-"""Plans the runs of a checked file: ranks, batches and cost.
+"""Plans the runs of a checked file: ranks, batches, and their shares of the budget of GPU-hours.
 
 Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does not depend on torch.
 """
@@ -16,19 +16,12 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.data_facts.by_name import training_samples
 from hpc_train.experiment.plan.sweep import expand
-from hpc_train.experiment.topology.batch_arithmetic import (
-    StepLayout,
-    accumulation,
-    count_micro_batches,
-    count_total_steps,
-    count_warmup_steps,
-    too_few_samples,
-    too_long_warmup,
-)
+from hpc_train.experiment.topology import batch_arithmetic
+from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import AXES, Degrees, Ranks, bubble, find_degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
-from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
 from hpc_train.experiment.validate.loading import Loaded
+from hpc_train.experiment.validate.slurm_rules import planned_runs, with_share
 from hpc_train.experiment.validate.sweep_rules import swept_paths
 
 JSON_VERSION = 1
@@ -66,7 +59,7 @@ class PlannedRun:
         """Micro-batches of the rank with the most in one step."""
         if self.micro_batches is None or self.data_ranks is None:
             return None
-        return accumulation(self.micro_batches, self.data_ranks)
+        return batch_arithmetic.accumulation(self.micro_batches, self.data_ranks)
 
     @property
     def parallel(self) -> ParallelConfig | None:
@@ -181,11 +174,8 @@ def make_plan(
 def _refuse_scaling(loaded: Loaded) -> None:
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
-    problems = [
-        loaded.problem(swept.place, message, remedy, "sweep.scaling")
-        for swept, path in swept_paths(loaded.experiment)
-        if path in SCALING
-    ]
+    scaling = [swept for swept, path in swept_paths(loaded.experiment) if path in SCALING]
+    problems = [loaded.problem(swept.place, message, remedy, "sweep.scaling") for swept in scaling]
     if problems:
         raise BadFileError(problems)
 
@@ -200,15 +190,17 @@ def _misfits(experiment: Experiment, num_samples: int) -> Iterator[Problem]:
     elif num_samples == 0:
         remedy = "write the folder that contains train/<class>/"
         yield Problem(("data", "root"), "contains no training images", remedy, code="data.empty")
-    elif too_few := too_few_samples(
+    elif too_few := batch_arithmetic.too_few_samples(
         optimization.global_batch_size, optimization.micro_batch_size, num_samples
     ):
         yield too_few
     else:
         steps_per_epoch = num_samples // optimization.global_batch_size
-        warmup = count_warmup_steps(optimization.schedule, steps_per_epoch)
-        total = count_total_steps(optimization, steps_per_epoch)
-        if total is not None and (too_long := too_long_warmup(optimization.schedule, warmup, total)):
+        warmup = batch_arithmetic.count_warmup_steps(optimization.schedule, steps_per_epoch)
+        total = batch_arithmetic.count_total_steps(optimization, steps_per_epoch)
+        if total is not None and (
+            too_long := batch_arithmetic.too_long_warmup(optimization.schedule, warmup, total)
+        ):
             yield too_long
 
 
@@ -218,9 +210,9 @@ def _with_steps(run: PlannedRun, experiment: Experiment, num_samples: int | None
     return replace(
         run,
         degrees=_degrees(experiment, run.size),
-        micro_batches=count_micro_batches(optimization),
+        micro_batches=batch_arithmetic.count_micro_batches(optimization),
         steps_per_epoch=steps_per_epoch,
-        total_steps=count_total_steps(optimization, steps_per_epoch),
+        total_steps=batch_arithmetic.count_total_steps(optimization, steps_per_epoch),
     )
 
 

@@ -121,8 +121,6 @@ def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device
 
 
 class _Answers:
-    """Sends each question once, and none after ``_TOTAL_S``."""
-
     def __init__(self, child: Child) -> None:
         self._child = child
         self._known: dict[str, _Answer] = {}
@@ -193,10 +191,7 @@ def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str
 
 
 def step_settings(experiment: Experiment) -> str:
-    """Return what determines the tensors of a step, as JSON: runs with the same settings fail alike.
-
-    Numbers that only turn a feature on or off are normalized.
-    """
+    """Return what determines the tensors of a step, as JSON; numbers that only turn on are normalized."""
     return json.dumps(_relevant(experiment), sort_keys=True)
 
 

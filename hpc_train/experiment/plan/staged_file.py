@@ -218,7 +218,6 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _merged(rest: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rest`` with the keys of ``section``; sections are merged, null removes a key."""
     result = dict(rest)
     for key, value in section.items():
         before = result.get(key)
@@ -253,10 +252,8 @@ def _shape_problems(entries: Any, path: Path) -> Iterator[Problem]:
 def _section_problems(place: KeyPath, entry: Mapping[str, Any]) -> Iterator[Problem]:
     programs = [key for key in (EXPORT, EVALUATE) if key in entry]
     if len(programs) > 1:
-        remedy = "write two stages, one of each"
-        yield Problem(
-            (*place, EVALUATE), f"is in the stage of {EXPORT}", remedy, on_key=True, code="stages.two"
-        )
+        message, remedy = f"is in the stage of {EXPORT}", "write two stages, one of each"
+        yield Problem((*place, EVALUATE), message, remedy, on_key=True, code="stages.two")
     others = [key for key in entry if key not in {*programs, *_SHARED, "recovery", "logging"}]
     if programs and others:
         message = f"has no effect in a stage of {programs[0]}"

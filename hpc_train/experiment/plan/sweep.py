@@ -16,17 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config import sweep_sections
 from hpc_train.experiment.config.keys import NOT_IDENTITY, SCALING, split_key, value_at
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, dotted
 from hpc_train.experiment.config.schema import Job
-from hpc_train.experiment.config.sweep_sections import (
-    CHOICE,
-    Distribution,
-    RandomConfig,
-    SweepConfig,
-    parameters_place,
-    varied,
-)
+from hpc_train.experiment.config.sweep_sections import Distribution, SweepConfig
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.sweep_rules import without_runs_to_share
@@ -87,7 +81,6 @@ def id_of(loaded: Loaded, values: Mapping[str, Any]) -> str | None:
 
 
 def _scaled_by(keys: Iterable[str]) -> list[KeyPath]:
-    """Return the swept keys that only change the size of the job."""
     return sorted(path for key in keys if (path := split_key(key)) in SCALING)
 
 
@@ -142,7 +135,7 @@ def combinations(
     ]
     for entry, drawn, gridded in itertools.product(listed, list(_drawn(sweep, trials)), list(_grid(sweep))):
         whole = entry | drawn | gridded
-        values = varied(sweep.parameters, whole.values)
+        values = sweep_sections.varied(sweep.parameters, whole.values)
         if not sweep.is_excluded(values):
             yield Combination(values, {key: whole.places[key] for key in values})
 
@@ -158,17 +151,16 @@ def _grid(sweep: SweepConfig) -> Iterator[Combination]:
 
 def _drawn(sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None) -> Iterator[Combination]:
     if sweep.search is not None:
-        drawn: Iterator[Mapping[str, Any]] = iter(
-            examples(sweep.search.parameters) if trials is None else trials
-        )
+        proposed = examples(sweep.search.parameters) if trials is None else trials
+        drawn: Iterator[Mapping[str, Any]] = iter(proposed)
     else:
         drawn = draws(sweep.random) if sweep.random else iter([{}])
-    place = parameters_place(sweep)
+    place = sweep_sections.parameters_place(sweep)
     for values in drawn:
         yield Combination(values, {key: (*place, key) for key in values})
 
 
-def draws(random: RandomConfig) -> Iterator[dict[str, Any]]:
+def draws(random: sweep_sections.RandomConfig) -> Iterator[dict[str, Any]]:
     """Yield the values of each draw by key; conditions are not applied."""
     for number in range(random.count):
         yield {
@@ -197,7 +189,7 @@ def draw(distribution: Distribution, counter: tuple[Any, ...]) -> Any:
 
 def rounded(value: Any, distribution: Distribution) -> Any:
     """Return a value as it is written into a file: a float with few digits, within the bounds."""
-    if distribution.kind == CHOICE:
+    if distribution.kind == sweep_sections.CHOICE:
         return value
     low, high = distribution.bounds
     if distribution.is_whole:
@@ -216,7 +208,6 @@ def examples(parameters: Mapping[str, Distribution]) -> Iterator[dict[str, Any]]
 
 
 def _hash(*parts: Any) -> int:
-    """Return a number of ``_BITS`` bits."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
 

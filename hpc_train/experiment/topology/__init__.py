@@ -1,3 +1,1 @@
-"""Degrees of parallelism, pipeline schedules and batch arithmetic, derived from the file.
-Imports no torch.
-"""
+"""Degrees of parallelism, pipeline schedules and batch arithmetic of a file. Imports no torch."""

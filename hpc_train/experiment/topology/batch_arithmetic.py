@@ -49,10 +49,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The division of an optimizer step into micro-batches and over ranks, and its precision.
-
-    Every command and rank 0's log print it with ``str``.
-    """
+    """The division of an optimizer step into micro-batches and over ranks, and its precision."""
 
     global_batch_size: int
     #: None: ``auto``, not determined yet.
@@ -173,11 +170,9 @@ def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
     if global_batch_size % repeats == 0:
         return None
     fitting = max(size for size in range(1, repeats) if global_batch_size % size == 0)
-    return Problem(
-        ("data", "augment", "repeats"),
-        f"{repeats} does not divide optimization.global_batch_size {global_batch_size}",
-        f"write {fitting}, or a global_batch_size that is a multiple of {repeats}",
-    )
+    message = f"{repeats} does not divide optimization.global_batch_size {global_batch_size}"
+    remedy = f"write {fitting}, or a global_batch_size that is a multiple of {repeats}"
+    return Problem(("data", "augment", "repeats"), message, remedy)
 
 
 def too_few_samples(

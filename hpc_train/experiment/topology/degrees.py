@@ -73,10 +73,7 @@ class Ranks(NamedTuple):
 
 
 def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees | Problem:
-    """Return the degrees of ``parallel:`` for this number of ranks, or the problem if they don't fit.
-
-    For a strategy without traits all ranks are data-parallel.
-    """
+    """Return the degrees for this number of ranks, or the problem; without traits all are data-parallel."""
     degrees = _wanted(parallel, ranks, ranks_per_node)
     return degrees if degrees.world_size == ranks else _misfit(parallel, degrees, ranks, ranks_per_node)
 
@@ -225,8 +222,5 @@ def scheduled_candidates(
     # With fewer micro-batches than ranks a pipeline has no steady state.
     has_schedule = traits_of(parallel.strategy).has_schedule
     fewest = min(degrees.pipeline, max(slots.values(), default=1)) if has_schedule else 1
-    return [
-        size
-        for size in sizes
-        if slots[size] >= fewest and not problem_of_schedule(parallel, degrees.pipeline, slots[size])
-    ]
+    enough = [size for size in sizes if slots[size] >= fewest]
+    return [size for size in enough if not problem_of_schedule(parallel, degrees.pipeline, slots[size])]

@@ -1,3 +1,1 @@
-"""Reads and checks an experiment file: all rules, all problems with their position in the file. Imports no
-torch.
-"""
+"""Reads and checks an experiment file: all rules, all problems with their position. No torch."""

@@ -10,8 +10,8 @@ from typing import cast
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, Problem, related
 from hpc_train.experiment.config.schema import Experiment, Job
 
-#: A rule's function; one that reads only keys of ``Job`` accepts any job.
-Find = Callable[[Experiment], Iterator[Problem]]
+#: A rule yields its problems, or returns one or None. One that reads only keys of ``Job`` accepts any job.
+Find = Callable[[Experiment], Iterator[Problem] | Problem | None]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Rule:
 
     def problems(self, experiment: Job) -> Iterator[Problem]:
         """Yield the problems with the rule's code."""
-        for problem in islice(self.find(cast("Experiment", experiment)), MAX_PROBLEMS + 1):
+        result = self.find(cast("Experiment", experiment))
+        problems = [result] if isinstance(result, Problem) else result or ()
+        for problem in islice(problems, MAX_PROBLEMS + 1):
             yield replace(problem, code=self.code, reads=self.reads)
 
 
@@ -43,11 +45,12 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(code: str, *reads: str, looks_up_names: bool = False) -> Callable[[Find], Find]:
-    """Register a function that yields problems. ``reads``: the dotted key paths that it reads."""
+    """Register a rule's function. ``reads``: the dotted key paths that it reads, separated by blanks."""
+    paths = tuple(tuple(key.split(".")) for keys in reads for key in keys.split())
 
     def register(find: Find) -> Find:
         assert code not in RULES, f"two rules have the code {code}"
-        RULES[code] = Rule(code, tuple(tuple(key.split(".")) for key in reads), find, looks_up_names)
+        RULES[code] = Rule(code, paths, find, looks_up_names)
         return find
 
     return register

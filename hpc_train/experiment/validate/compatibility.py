@@ -88,13 +88,7 @@ def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
 
 
 @rule(
-    "recovery.verify",
-    "recovery.verify_every_steps",
-    "parallel",
-    "compile",
-    "deterministic",
-    "device",
-    "slurm.gpus_per_node",
+    "recovery.verify", "recovery.verify_every_steps parallel compile deterministic device slurm.gpus_per_node"
 )
 def steps_can_be_verified(experiment: Experiment) -> Iterator[Problem]:
     """``verify_every_steps`` needs steps that any rank can repeat bitwise and alone."""
@@ -158,14 +152,7 @@ def channels_last_is_not_sharded(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("model", "channels_last"), message, "write false, or parallel.strategy: ddp")
 
 
-@rule(
-    "precision.batchnorm",
-    "model.name",
-    "model.args",
-    "precision",
-    "parallel.strategy",
-    looks_up_names=True,
-)
+@rule("precision.batchnorm", "model.name model.args precision parallel.strategy", looks_up_names=True)
 def sharded_batchnorm_is_fp32(experiment: Experiment) -> Iterator[Problem]:
     """BatchNorm does not work in mixed precision if the strategy shards parameters."""
     precision, strategy = experiment.precision, experiment.parallel.strategy
@@ -173,13 +160,7 @@ def sharded_batchnorm_is_fp32(experiment: Experiment) -> Iterator[Problem]:
         yield sharded_batchnorm(precision, strategy, shortened(experiment.model.name))
 
 
-@rule(
-    "batch.auto-batchnorm",
-    "optimization.micro_batch_size",
-    "model.name",
-    "model.args",
-    looks_up_names=True,
-)
+@rule("batch.auto-batchnorm", "optimization.micro_batch_size model.name model.args", looks_up_names=True)
 def batchnorm_has_a_fixed_batch(experiment: Experiment) -> Iterator[Problem]:
     """``micro_batch_size: auto`` excludes BatchNorm."""
     if experiment.optimization.micro_batch_size == "auto" and _has_batchnorm(experiment):
@@ -231,9 +212,7 @@ def lora_is_not_fp8(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("compile.graphs", "compile", "parallel.strategy")
 def graphs_have_fixed_addresses(experiment: Experiment) -> Iterator[Problem]:
-    """CUDA graphs exclude sharded parameters: their inputs would move, or their results be overwritten
-    before their backward.
-    """
+    """CUDA graphs exclude sharded parameters, whose tensors move or are overwritten before the backward."""
     mode, strategy = experiment.compile.mode, experiment.parallel.strategy
     replays_graphs = experiment.compile.enabled and mode in {"reduce-overhead", "max-autotune"}
     if replays_graphs and _traits(experiment).shards_parameters:

@@ -110,9 +110,8 @@ def _misfits(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
         message = f"{stages} stages need a block each, and {name} can be cut into {most}"
         possible = [*range(2, most // stages_of_rank + 1)]
         if not possible and degrees.pipeline <= most:
-            yield _Misfit(
-                ("parallel", "schedule"), message, otherwise="write 1f1b, which has one stage per rank"
-            )
+            otherwise = "write 1f1b, which has one stage per rank"
+            yield _Misfit(("parallel", "schedule"), message, otherwise=otherwise)
         else:
             yield _Misfit(("parallel", "pipeline"), message, possible)
 
@@ -169,8 +168,5 @@ def _facts_of_gpt(args: GPTArgs) -> LayerFacts:
     if args.style == "llama":
         shared["key and value heads of gpt"] = args.num_kv_heads or args.num_heads
         shared["columns of the MLP of gpt"] = args.hidden_dim or default_hidden_dim(args.dim)
-    return LayerFacts(
-        shared=shared,
-        dropout_key="model.args.dropout" if args.dropout else None,
-        most_stages=args.num_layers,
-    )
+    dropout_key = "model.args.dropout" if args.dropout else None
+    return LayerFacts(shared=shared, dropout_key=dropout_key, most_stages=args.num_layers)

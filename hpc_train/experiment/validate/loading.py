@@ -13,27 +13,9 @@ from pydantic import ValidationError
 
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
+from hpc_train.experiment.config import keys, marked_yaml
 from hpc_train.experiment.config.explanations import explain, failed_paths
-from hpc_train.experiment.config.keys import (
-    PROGRAM,
-    BadKeyError,
-    Node,
-    argument_remedy,
-    as_mapping,
-    known_keys,
-    means_program,
-    members,
-    node_at,
-    replaced,
-    split_key,
-)
-from hpc_train.experiment.config.marked_yaml import (
-    GIVEN_TWICE,
-    MAX_BYTES,
-    Document,
-    read_document,
-    read_value,
-)
+from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import (
     COMMAND_LINE,
     KeyPath,
@@ -98,7 +80,7 @@ class Loaded:
         for path in SWEPT:  # else each run would be checked together with the values of all
             data = _without(data, path)
         for key, value in values.items():
-            data = replaced(data, split_key(key), value)
+            data = keys.replaced(data, keys.split_key(key), value)
         experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
         if experiment is None or problems:
             placed = [_at_value(problem, places or {}, values) for problem in problems]
@@ -106,12 +88,9 @@ class Loaded:
         return experiment
 
     def problem(self, path: KeyPath | str, message: str, remedy: str, code: str = "launcher.request") -> str:
-        """Return the line for a problem that was found later, with its position; ``path`` may be dotted.
-
-        ``code``: default: that of a launcher's problems.
-        """
-        keys = tuple(path.split(".")) if isinstance(path, str) else path
-        return self.source.render(Problem(keys, message, remedy, code=code))
+        """Return the line for a problem that was found later, with its position; ``path`` may be dotted."""
+        named = tuple(path.split(".")) if isinstance(path, str) else path
+        return self.source.render(Problem(named, message, remedy, code=code))
 
 
 def load(
@@ -129,7 +108,7 @@ def load(
 
 def read(path: Path | Mapping[str, Any]) -> Document:
     """Return the content of a file, or of a mapping, before it is checked. Raises BadFileError."""
-    return read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
+    return marked_yaml.read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
 
 
 def load_document(
@@ -155,7 +134,7 @@ def load_document(
         raise BadFileError([source.render(Problem((STAGES,), message, remedy, code="stages.one-experiment"))])
     model = data.get("model")
     if weights is not None and isinstance(model, dict) and model.get("init_from") == OF_STAGE:
-        data = replaced(data, ("model", "init_from"), weights)
+        data = keys.replaced(data, ("model", "init_from"), weights)
     experiment = None
     if document.data is not None:
         experiment, value_problems = _judge(
@@ -172,7 +151,7 @@ def _content(path: Path) -> bytes:
         raise BadFileError(ProblemLine(one_line(other), "file.not-yaml", ""))
     try:
         with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+            return file.read(marked_yaml.MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         message = f"{path}: can't be read ({reason}); {instead_of_missing(path)}"
@@ -180,7 +159,6 @@ def _content(path: Path) -> bytes:
 
 
 def _as_yaml(content: Mapping[str, Any]) -> bytes:
-    """Return a mapping as JSON, which is YAML."""
     try:
         return json.dumps(dict(content), ensure_ascii=False).encode(errors="surrogatepass")
     except (TypeError, ValueError) as error:
@@ -197,26 +175,27 @@ def _overridden(
         key, equals, text = override.partition("=")
         try:
             if not equals:
-                raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE", code="key.path"))
-            path = split_key(key)
-        except BadKeyError as error:
-            remedy = argument_remedy(key) if PROGRAM in data and equals else error.problem.remedy
+                problem = Problem((override,), "has no value", "write KEY=VALUE", code="key.path")
+                raise keys.BadKeyError(problem)
+            path = keys.split_key(key)
+        except keys.BadKeyError as error:
+            remedy = keys.argument_remedy(key) if keys.PROGRAM in data and equals else error.problem.remedy
             problems.append(replace(error.problem, place=COMMAND_LINE, remedy=remedy))
             continue
-        value, bad = read_value(text)
+        value, bad = marked_yaml.read_value(text)
         problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]
         if value is None and not bad and not _accepts_null(path):
             changed.append(path)
             data = _removed(data, path)
         else:
             changed.append(_first_new(data, path))
-            data = replaced(data, path, value)
+            data = keys.replaced(data, path, value)
     return data, changed, problems
 
 
 def _accepts_null(path: KeyPath) -> bool:
     """Return True if the key accepts null, or anything; for other keys null means the default."""
-    node = node_at(path)
+    node = keys.node_at(path)
     parts = [{}] if node is None else node.get("anyOf", [node])
     return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
 
@@ -240,7 +219,7 @@ def _judge(
         experiment = judged = kind_of(data).model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
-        if means_program(data):  # not what our trainer's file lacks
+        if keys.means_program(data):  # not what our trainer's file lacks
             problems = [problem for problem in problems if problem.code != "key.missing"]
         judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
     failed = reported | failed_paths(problems, data)
@@ -253,8 +232,7 @@ def _judge(
 def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Job | None:
     """Return the data without the invalid keys, with placeholders for required keys, for the rules."""
     for path in failed:
-        keys = path[: next((i for i, segment in enumerate(path) if isinstance(segment, int)), len(path))]
-        data = _without(data, keys)
+        data = _without(data, tuple(takewhile(lambda segment: not isinstance(segment, int), path)))
     try:
         return kind_of(data).model_validate(data)
     except ValidationError:
@@ -267,14 +245,13 @@ def _without(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
         parent = parent.get(segment) if isinstance(parent, dict) else None
     if parent is not None and not isinstance(parent, dict):
         return data
-    required = (as_mapping(node_at(path[:-1]) or {}) or {}).get("required", [])
+    required = (keys.as_mapping(keys.node_at(path[:-1]) or {}) or {}).get("required", [])
     if path[-1] in required:
-        return replaced(data, path, _stand_in(node_at(path) or {}))
+        return keys.replaced(data, path, _stand_in(keys.node_at(path) or {}))
     return _removed(data, path) if parent is not None else data
 
 
 def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
-    """Return the data without the key, which may be missing."""
     key, rest = path[0], path[1:]
     if not rest:
         return {name: value for name, value in data.items() if name != key}
@@ -283,9 +260,8 @@ def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
     return data | {key: _removed(section, rest)} if isinstance(section, dict) else data
 
 
-def _stand_in(node: Node) -> Any:
-    """Return some value that is valid at ``node``."""
-    first = members(node)[0]
+def _stand_in(node: keys.Node) -> Any:
+    first = keys.members(node)[0]
     match first["type"]:
         case "object":
             properties = first.get("properties", {})
@@ -303,7 +279,7 @@ def _at_value(problem: Problem, places: Mapping[str, KeyPath], values: Mapping[s
     """Return the problem moved to the swept value that it concerns; unchanged if there is none."""
     for concerned in ([problem.path], list(problem.reads)):
         for key, place in places.items():
-            path = split_key(key)
+            path = keys.split_key(key)
             if any(related(path, other) for other in concerned):
                 below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
                 message = problem.message if below or problem.path == path else _named(problem)
@@ -335,12 +311,12 @@ def with_unindented_sections(
         following = sorted(
             (place, str(path[-1])) for place, path in places if path[:-1] == parent and place > start
         )
-        keys = list(takewhile(_belonging_to(section, marks[section].key.column, problems), following))
-        paths = {section, *((*section[:-1], key) for _, key in keys)}
+        inner = list(takewhile(_belonging_to(section, marks[section].key.column, problems), following))
+        paths = {section, *((*section[:-1], key) for _, key in inner)}
         caused = [each for each in problems if each.path[: len(section)] in paths]
-        if keys and caused:
-            end = next((place for place, _ in following[len(keys) :]), None)
-            first, last = keys[0][0].line, _last_line(section[:-1], keys[-1][0], end, marks)
+        if inner and caused:
+            end = next((place for place, _ in following[len(inner) :]), None)
+            first, last = inner[0][0].line, _last_line(section[:-1], inner[-1][0], end, marks)
             lines = f"line {first}" if first == last else f"lines {first}-{last}"
             found = [each for each in found if each not in caused]
             remedy = f"indent {lines} below {section[-1]}:"
@@ -349,23 +325,24 @@ def with_unindented_sections(
 
 
 def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the keys without a value that are mappings in the schema."""
     for key, value in data.items():
         below = (*path, key)
         if isinstance(value, dict):
             yield from _empty_sections(value, below)
-        elif value is None and as_mapping(node_at(below) or {}):
+        elif value is None and keys.as_mapping(keys.node_at(below) or {}):
             yield below
 
 
 def _repeated(problems: Sequence[Problem]) -> list[tuple[Place, KeyPath]]:
     """Return the keys that are given once more, which have no marks."""
-    return [(each.place, each.path) for each in problems if each.place and each.code == GIVEN_TWICE]
+    return [
+        (each.place, each.path) for each in problems if each.place and each.code == marked_yaml.GIVEN_TWICE
+    ]
 
 
 def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) -> Callable[[_Key], bool]:
     """Return what tells whether a key in this column can be one of the section's own."""
-    own, beside = set(known_keys(section)), set(known_keys(section[:-1]))
+    own, beside = set(keys.known_keys(section)), set(keys.known_keys(section[:-1]))
     twice = {path[-1] for _, path in _repeated(problems)}
     must_have_keys = any(each.path == section for each in problems)
 
@@ -380,9 +357,6 @@ def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) ->
 
 def _last_line(parent: KeyPath, last_key: Place, end: Place | None, marks: Mapping[KeyPath, Marks]) -> int:
     """Return the last line of the value of the key at ``last_key``, before ``end``."""
-    inside = [
-        mark.value.line
-        for path, mark in marks.items()
-        if path[: len(parent)] == parent and mark.key >= last_key and (end is None or mark.key < end)
-    ]
+    below = [mark for path, mark in marks.items() if path[: len(parent)] == parent]
+    inside = [mark.value.line for mark in below if mark.key >= last_key and (end is None or mark.key < end)]
     return max([last_key.line, *inside])

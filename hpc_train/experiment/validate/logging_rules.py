@@ -35,7 +35,6 @@ def tracking_uri_is_usable(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _problem(uri: str) -> tuple[str, str] | None:
-    """Return the problem with the URI, without repeating a secret, and the remedy."""
     if not is_clean(uri) or " " in uri:
         return "has a blank, a control character or a line break", "take it out"
     try:
@@ -89,9 +88,7 @@ def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
 
 @rule(
     "logging.tensorboard-missing",
-    "logging.tensorboard",
-    "environment.python",
-    "environment.container",
+    "logging.tensorboard environment.python environment.container",
     looks_up_names=True,
 )
 def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
@@ -103,11 +100,7 @@ def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule(
-    "logging.mlflow-missing",
-    "logging.mlflow",
-    "environment.python",
-    "environment.container",
-    looks_up_names=True,
+    "logging.mlflow-missing", "logging.mlflow environment.python environment.container", looks_up_names=True
 )
 def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
     """``logging.mlflow`` needs the package, and databases two more, if the ranks use this Python."""

@@ -26,11 +26,9 @@ _log = logging.getLogger(__name__)
 #: From a cold network disk torch alone takes a minute.
 CHILD_LIMIT_S = 180
 #: The functions that list names and inspect models.
-_NAMES, _FACTS, _TENSORS = (
-    "hpc_train.training.models.names:list_names",
-    "hpc_train.training.strategies.model_facts:answer",
-    "hpc_train.training.strategies.model_facts:tensors",
-)
+_NAMES = "hpc_train.training.models.names:list_names"
+_FACTS = "hpc_train.training.strategies.model_facts:answer"
+_TENSORS = "hpc_train.training.strategies.model_facts:tensors"
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
 #: The providers whose models the child can build.
 PROVIDERS = frozenset({"timm", "torchvision", "smp"})
@@ -110,9 +108,7 @@ _refusals: dict[tuple[str, frozenset[str]], str | None] = {}
 
 @cache
 def _answer(question: str | None) -> dict[str, Any]:
-    """Return the facts about a model, ``[name, args]`` in JSON, or those of ``tensors``; if None, the
-    available names.
-    """
+    """Return the facts about a model, or the answer of ``tensors``; if None, the available names."""
     versions = [f"{package} {_version(package)}" for package in _PACKAGES]
     digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
     file = cache_folder() / f"names-{digest[:20]}.json"
@@ -148,7 +144,6 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _ask(question: str | None) -> dict[str, Any]:
-    """Return the child's answer; empty if there is none in time."""
     function, arguments = (_NAMES, []) if question is None else (_FACTS, json.loads(question))
     if isinstance(arguments, dict):
         function, arguments = _TENSORS, arguments["tensors"]

@@ -101,15 +101,14 @@ def smp_is_installed(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("model.encoder", "model.name", "model.args", looks_up_names=True)
-def encoder_is_known(experiment: Experiment) -> Iterator[Problem]:
+def encoder_is_known(experiment: Experiment) -> Problem | None:
     """smp or timm must know the encoder."""
     if not is_smp(experiment.model.name) or "encoder_name" not in experiment.model.args:
-        return
+        return None
     of_smp, of_timm = model_facts.known_names("smp_encoders"), model_facts.known_names("timm")
     if of_smp is None or of_timm is None:
-        return
-    if problem := encoder_problem(experiment.model.args["encoder_name"], of_smp, of_timm):
-        yield problem
+        return None
+    return encoder_problem(experiment.model.args["encoder_name"], of_smp, of_timm)
 
 
 _IMAGE_SIZE: KeyPath = ("data", "image_size")
@@ -119,13 +118,7 @@ _MAX_SIZE = 8192
 
 @rule(
     "model.image-size",
-    "model.name",
-    "model.args",
-    "data.name",
-    "data.image_size",
-    "data.eval_size",
-    "data.args",
-    "task",
+    "model.name model.args data.name data.image_size data.eval_size data.args task",
     looks_up_names=True,
 )
 def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
@@ -189,11 +182,10 @@ def _square_or_sides(sides: tuple[int, int]) -> int | list[int]:
 
 
 @rule("model.channels", "model.name", "data.name", "data.args")
-def model_takes_the_channels(experiment: Experiment) -> Iterator[Problem]:
+def model_takes_the_channels(experiment: Experiment) -> Problem | None:
     """torchvision's models take gray and color images only."""
     number = _num_channels(experiment)
-    if number is not None and (problem := image_facts.model_problem(experiment.model.name, number)):
-        yield problem
+    return None if number is None else image_facts.model_problem(experiment.model.name, number)
 
 
 @rule("model.in-chans", "model.name", "model.args", "data.name", "data.args", "task")

@@ -12,9 +12,8 @@ from dataclasses import replace
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import KeyPath, Problem, shown, unknown_argument_problem
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.synonyms import argument_for
+from hpc_train.experiment.config.synonyms import argument_for, value_for
 from hpc_train.experiment.config.training_sections import OptimizerConfig
-from hpc_train.experiment.config.value_synonyms import value_for
 from hpc_train.experiment.topology.learning_rate import OVER_SPAN, OVER_STEPS, argument_problems
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.base import rule
@@ -63,11 +62,10 @@ _SWITCHES = (
 
 
 @rule("optimizer.unknown", "optimization.optimizer.name", looks_up_names=True)
-def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
+def optimizer_is_known(experiment: Experiment) -> Problem | None:
     """torch or timm must know the optimizer, and it must be supported."""
     name = experiment.optimization.optimizer.name
-    if problem := problem_of_optimizer(name, lambda: model_facts.known_names("timm_optimizers")):
-        yield problem
+    return problem_of_optimizer(name, lambda: model_facts.known_names("timm_optimizers"))
 
 
 def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None]) -> Problem | None:
@@ -92,11 +90,10 @@ def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None
 
 
 @rule("optimizer.fused-sgd", "optimization.optimizer", "precision")
-def fused_sgd_fits_the_precision(experiment: Experiment) -> Iterator[Problem]:
+def fused_sgd_fits_the_precision(experiment: Experiment) -> Problem | None:
     """Fused SGD must not run under fp16's scaler."""
     optimizer = experiment.optimization.optimizer
-    if experiment.precision == "fp16" and (problem := unfit_fused_sgd(optimizer.name, optimizer.args)):
-        yield problem
+    return unfit_fused_sgd(optimizer.name, optimizer.args) if experiment.precision == "fp16" else None
 
 
 def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
@@ -155,7 +152,6 @@ def lacking_arguments(optimizer: OptimizerConfig, accepted: Collection[str]) -> 
 
 
 def _unusable_values(optimizer: OptimizerConfig) -> Iterator[Problem]:
-    """Yield the problems with values that no optimizer accepts."""
     for argument, value in optimizer.args.items():
         path = (*_ARGS, argument)
         if argument in _SWITCHES and not isinstance(value, bool | None):
@@ -187,10 +183,9 @@ def muon_trains_matrices(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("schedule.unknown", "optimization.schedule.name", looks_up_names=True)
-def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
+def schedule_is_known(experiment: Experiment) -> Problem | None:
     """The learning rate schedule must be built in."""
-    if problem := problem_of_schedule_name(experiment.optimization.schedule.name):
-        yield problem
+    return problem_of_schedule_name(experiment.optimization.schedule.name)
 
 
 def problem_of_schedule_name(name: str) -> Problem | None:

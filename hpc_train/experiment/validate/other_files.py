@@ -36,11 +36,8 @@ _BY_SUFFIX = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in su
 def why_not_yaml(path: Path) -> str | None:
     """Return what the file is and what to do instead; None if it may be an experiment file."""
     kind, remedy = _BY_SUFFIX.get(path.suffix.lower(), ("", ""))
-    return (
-        f"{path}: is {kind}, not an experiment file; {remedy.replace('FILE]', f'{path.name}]')}"
-        if kind
-        else None
-    )
+    remedy = remedy.replace("FILE]", f"{path.name}]")
+    return f"{path}: is {kind}, not an experiment file; {remedy}" if kind else None
 
 
 def instead_of_missing(path: Path) -> str:
@@ -67,7 +64,6 @@ def _yaml_files(folder: Path) -> list[str]:
 
 
 def _is_run(word: str) -> bool:
-    """Return True if an experiment, or the ids of runs, begin with the word."""
     if not word.isprintable() or word in {"", ".", ".."}:
         return False
     root = runs_root()

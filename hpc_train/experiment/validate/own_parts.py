@@ -101,7 +101,6 @@ def _installed(package: str) -> list[Path]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Return the spec of a module without a dot from Python's import system."""
     try:
         return importlib.util.find_spec(module) if module.isidentifier() else None
     except (ImportError, ValueError):  # of __main__, among others
@@ -124,7 +123,6 @@ def _no_module(parent: str, module: str, places: Iterable[Path]) -> tuple[str, s
 
 
 def _undefined(source: Path, attribute: str) -> tuple[str, str] | None:
-    """Return the problem with the source, or with the name that it should define."""
     where = os.path.relpath(source) if source.is_relative_to(Path.cwd()) else str(source)
     try:
         if source.stat().st_size > _MAX_BYTES:

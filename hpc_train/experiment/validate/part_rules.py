@@ -13,7 +13,7 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.problems import KeyPath, Problem, split_at_colon, with_blank
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.value_synonyms import data_name, model_name, value_for
+from hpc_train.experiment.config.synonyms import data_name, model_name, value_for
 from hpc_train.experiment.data_facts.by_name import data_facts, missing_root
 from hpc_train.experiment.topology.degrees import AXES, problem_of_stages
 from hpc_train.experiment.topology.strategy_traits import problems_of_arguments, taking, traits_of
@@ -53,12 +53,8 @@ def unlisted(path: KeyPath, provider: str, kind: str, name: str, names: Collecti
     spelling = {known.lower(): known for known in names}.get(name.lower())
     close = spelling or nearest(name, names) or nearest(name.lower(), names)
     example = _EXAMPLES.get((kind.split()[0], provider))
-    otherwise = (
-        f"write {example}, or another that {provider} lists"
-        if example
-        else f"write one that {provider} lists"
-    )
-    remedy = f"did you mean {provider}/{close}?" if close else otherwise
+    otherwise = f"{example}, or another" if example else "one"
+    remedy = f"did you mean {provider}/{close}?" if close else f"write {otherwise} that {provider} lists"
     return Problem(path, f"{provider} has no {kind} '{shortened(name)}'", remedy)
 
 
@@ -151,10 +147,9 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("data.root-missing", "data.name", "data.root")
-def data_on_disk_have_a_root(experiment: Experiment) -> Iterator[Problem]:
+def data_on_disk_have_a_root(experiment: Experiment) -> Problem | None:
     """Data sets that are read from disk need ``data.root``."""
-    if problem := missing_root(experiment.data):
-        yield problem
+    return missing_root(experiment.data)
 
 
 @rule("arguments.key", "model.args", "data.args", "optimization.optimizer.args")

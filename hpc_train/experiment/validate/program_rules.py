@@ -10,14 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from hpc_train.experiment.config import program_section
 from hpc_train.experiment.config.problems import KeyPath, Problem
-from hpc_train.experiment.config.program_section import (
-    PLACEHOLDERS,
-    ProgramConfig,
-    listed,
-    one_word,
-    shell_syntax,
-)
+from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, one_word
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of, tables
 from hpc_train.experiment.validate.base import rule
@@ -123,8 +118,10 @@ def words_need_no_shell(job: Job) -> Iterator[Problem]:
         return
     for index, word in enumerate(command):
         is_builtin = index == 0 and word in _BUILTINS
-        if (syntax := word if is_builtin else shell_syntax(word)) is not None:
-            line = " ".join(part if shell_syntax(part) else shlex.quote(part) for part in command)
+        if (syntax := word if is_builtin else program_section.shell_syntax(word)) is not None:
+            line = " ".join(
+                part if program_section.shell_syntax(part) else shlex.quote(part) for part in command
+            )
             message = f"{syntax} is for a shell, and none reads the command"
             yield Problem(("program", "command", index), message, f"write command: {listed(line)}")
             return
@@ -189,7 +186,6 @@ def _home(match: re.Match[str]) -> str:
 
 
 def _without_options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the words from the first one that begins a command, such as python."""
     start = next(
         (n for n, word in enumerate(arguments) if word in _COMMANDS or word.endswith((".py", ".sh"))), None
     )
@@ -204,9 +200,8 @@ def arguments_can_be_rendered(job: Job) -> Iterator[Problem]:
         path: KeyPath = ("program", "args", name)
         if isinstance(value, dict):
             inner = next(iter(value), "key")
-            yield Problem(
-                path, "is a mapping, which no command line has", f"write the key {name}.{inner}: value"
-            )
+            remedy = f"write the key {name}.{inner}: value"
+            yield Problem(path, "is a mapping, which no command line has", remedy)
         elif isinstance(value, list):
             deep = (dict, list) if program.style != "key=value" else (dict,)
             if any(isinstance(item, deep) for item in value):
@@ -249,11 +244,8 @@ def metrics_have_one_source(job: Job) -> Iterator[Problem]:
         return
     if "step" not in groups or len(groups) < 2:
         example = r"'step (?P<step>\d+).*loss (?P<loss>[-+.\deE]+|nan|inf)'"
-        yield Problem(
-            (*path, "regex"),
-            "needs the groups (?P<step>…) and at least one metric",
-            f"write one like {example}",
-        )
+        message = "needs the groups (?P<step>…) and at least one metric"
+        yield Problem((*path, "regex"), message, f"write one like {example}")
 
 
 @rule("program.auto-interval", "program", "checkpoint.every")

@@ -6,7 +6,7 @@ modules; ``check`` applies all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from operator import attrgetter
 
@@ -16,17 +16,11 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.training_sections import OF_STAGE, WEIGHT_FILES
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.image_facts import not_for_masks, only_for_masks
-from hpc_train.experiment.topology.batch_arithmetic import (
-    too_few_micro_batches,
-    too_long_warmup,
-    undivided_batch,
-    undivided_repeats,
-)
+from hpc_train.experiment.topology import batch_arithmetic
 from hpc_train.experiment.topology.degrees import find_degrees, problem_of_schedule
 from hpc_train.experiment.validate import (  # noqa: F401 (they register their rules)
     compatibility,
     container_rules,
-    data_rules,
     layer_rules,
     logging_rules,
     model_rules,
@@ -37,7 +31,7 @@ from hpc_train.experiment.validate import (  # noqa: F401 (they register their r
     sweep_rules,
     task_rules,
 )
-from hpc_train.experiment.validate.base import RULES, Find, Rule, rule
+from hpc_train.experiment.validate.base import RULES, Rule, rule
 from hpc_train.experiment.validate.compatibility import auto_on_cpu, uneven_sync_batchnorm
 from hpc_train.experiment.validate.layer_rules import problems_of_layers
 
@@ -60,25 +54,15 @@ def unused_without_queue(job: Job, *, is_local: bool) -> list[Problem]:
 
 def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: bool = True) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
-    return [
-        problem
-        for applicable in _applicable(type(experiment), frozenset(failed), check_names)
-        for problem in applicable.problems(experiment)
-    ]
+    applicable = _applicable(type(experiment), frozenset(failed), check_names)
+    return [problem for one in applicable for problem in one.problems(experiment)]
 
 
 @lru_cache(maxsize=8)
 def _applicable(kind: type[Job], failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
-    """Return the rules for this kind of file that read no key of ``failed``, ordered by code; the same for
-    all runs of a sweep.
-    """
-    return [
-        RULES[code]
-        for code in sorted(RULES)
-        if RULES[code].fits(kind)
-        and RULES[code].can_judge(failed)
-        and (check_names or not RULES[code].looks_up_names)
-    ]
+    """Return the rules for this kind of file that read no key of ``failed``, ordered by code."""
+    fitting = [one for _, one in sorted(RULES.items()) if one.fits(kind) and one.can_judge(failed)]
+    return [one for one in fitting if check_names or not one.looks_up_names]
 
 
 @rule("optimization.length", "optimization.epochs", "optimization.steps")
@@ -102,7 +86,7 @@ _EXCLUSIVE = {
 }
 
 
-def _beside(one: str, other: str) -> Find:
+def _beside(one: str, other: str) -> Callable[[Experiment], Iterator[Problem]]:
     """Return a rule's function that reports ``other`` if both keys are given."""
 
     def find(experiment: Experiment) -> Iterator[Problem]:
@@ -125,20 +109,18 @@ def parts_have_digests(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("batch.undivided", "optimization.global_batch_size", "optimization.micro_batch_size")
-def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+def micro_batches_divide_the_batch(experiment: Experiment) -> Problem | None:
     """``micro_batch_size`` must divide ``global_batch_size``."""
     batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
-    if micro != "auto" and (problem := undivided_batch(batch, micro)):
-        yield problem
+    return None if micro == "auto" else batch_arithmetic.undivided_batch(batch, micro)
 
 
 @rule("batch.undivided-repeats", "data.augment.repeats", "optimization.global_batch_size")
-def repeats_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+def repeats_divide_the_batch(experiment: Experiment) -> Problem | None:
     """``data.augment.repeats`` must divide ``global_batch_size``."""
-    if problem := undivided_repeats(
+    return batch_arithmetic.undivided_repeats(
         experiment.optimization.global_batch_size, experiment.data.augment.repeats
-    ):
-        yield problem
+    )
 
 
 @rule("augment.magnitude", "data.augment.randaugment")
@@ -152,9 +134,7 @@ def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
 
 @rule(
     "schedule.long-warmup",
-    "optimization.epochs",
-    "optimization.steps",
-    "optimization.schedule.warmup_epochs",
+    "optimization.epochs optimization.steps optimization.schedule.warmup_epochs "
     "optimization.schedule.warmup_steps",
 )
 def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
@@ -164,7 +144,7 @@ def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
         length, warmup = getattr(optimization, unit), getattr(optimization.schedule, f"warmup_{unit}")
         if length is None or warmup is None:
             continue
-        if problem := too_long_warmup(optimization.schedule, warmup, length, unit):
+        if problem := batch_arithmetic.too_long_warmup(optimization.schedule, warmup, length, unit):
             yield problem
 
 
@@ -208,13 +188,10 @@ def image_keys_fit_the_target(experiment: Experiment) -> Iterator[Problem]:
     task, data = TASKS.get(experiment.task), experiment.data
     if task is None:  # a plug-in's: the ranks find out
         return
-    if not {"mask", "boxes"} & set(task.targets):
-        if problem := only_for_masks(data):
-            yield problem
-        return
-    if problem := not_for_masks(data):
+    has_masks = bool({"mask", "boxes"} & set(task.targets))
+    if problem := not_for_masks(data) if has_masks else only_for_masks(data):
         yield problem
-    if data.eval_crop != 1.0:
+    if has_masks and data.eval_crop != 1.0:
         message = "crops images without their masks and boxes"
         yield Problem(("data", "eval_crop"), message, "take it out; whole images are evaluated")
 
@@ -226,11 +203,8 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
     if normalize is None or normalize.from_weights:
         return
     if len(normalize.mean) != len(normalize.std):
-        yield Problem(
-            ("data", "normalize", "std"),
-            f"has {len(normalize.std)} values and mean has {len(normalize.mean)}",
-            "write one value per channel in both",
-        )
+        message = f"has {len(normalize.std)} values and mean has {len(normalize.mean)}"
+        yield Problem(("data", "normalize", "std"), message, "write one value per channel in both")
     elif not normalize.mean:
         yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
 
@@ -262,9 +236,8 @@ _TEXTS = (
 def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
     """Paths and text must not be empty or contain control characters."""
     wandb, container = experiment.logging.wandb, experiment.environment.container
-    texts: list[tuple[KeyPath, object]] = [
-        (tuple(key.split(".")), attrgetter(key)(experiment)) for key in _TEXTS
-    ]
+    texts: list[tuple[KeyPath, object]]
+    texts = [(tuple(key.split(".")), attrgetter(key)(experiment)) for key in _TEXTS]
     texts += [(("logging", "wandb", "tags", i), tag) for i, tag in enumerate(wandb.tags if wandb else [])]
     if container is not None:
         section: KeyPath = ("environment", "container")
@@ -355,7 +328,7 @@ def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int, found: int
     if is_auto:  # the minimum that it may find
         experiment = experiment.with_micro_batch_size(found or 1)
     ranks_per_model = degrees.pipeline * degrees.tensor
-    if problem := too_few_micro_batches(
+    if problem := batch_arithmetic.too_few_micro_batches(
         experiment.micro_batches, degrees.data_ranks, ranks_per_model, is_auto=is_auto, found=found
     ):
         return [problem]

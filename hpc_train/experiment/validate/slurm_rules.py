@@ -1,11 +1,14 @@
-"""Rules on ``slurm:`` and on the number of ranks that it requests."""
+"""Rules on ``slurm:``, on the number of ranks that it requests, and on the budget of GPU-hours."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import TypeVar
 
+from hpc_train.console import rounded
 from hpc_train.errors import counted
 from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import KeyPath, Problem, shown
@@ -26,6 +29,10 @@ OWNED = (
 #: Options that request memory by the core or the GPU, for sites that refuse it by the node (``mem_gb``).
 MEMORY_SHARES = ("mem-per-cpu", "mem-per-gpu")
 _WORD = re.compile(SLURM_WORD_PATTERN)
+_BUDGET = ("slurm", "max_gpu_hours")
+#: Rounding error of sums and shares of floats.
+_ROUNDING = 1e-9
+J = TypeVar("J", bound=Job)
 
 
 def min_nodes(slurm: SlurmConfig) -> int:
@@ -59,16 +66,9 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("slurm", "nodes"), message, f"write {high}-{low}")
 
 
-@rule(
-    "slurm.spare-nodes",
-    "slurm.spare_nodes",
-    "slurm.nodes",
-    "slurm.runs_per_job",
-    "environment.container",
-    "recovery.restart",
-)
+@rule("slurm.spare-nodes", "slurm.spare_nodes slurm.nodes slurm.runs_per_job recovery.restart")
 def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
-    """``spare_nodes`` needs a number of nodes, a restart in place, a job for each run, and no container."""
+    """``spare_nodes`` needs a number of nodes, a restart in place, and a job for each run."""
     slurm = experiment.slurm
     if slurm is None or not slurm.spare_nodes:
         return
@@ -79,9 +79,6 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
     if slurm.runs_per_job > 1:
         message = f"{slurm.runs_per_job} runs share the job, and all of them need its one node"
         yield Problem(key, message, "take slurm.spare_nodes or slurm.runs_per_job out")
-    if experiment.environment.container is not None:
-        message = "has not been tested with environment.container and is not supported with it"
-        yield Problem(key, message, "take one of them out")
     if experiment.recovery.restart == "requeue":
         message = "recovery.restart: requeue gives all nodes back after each failure, spare ones included"
         yield Problem(key, message, "write recovery.restart: auto, or take it out")
@@ -89,11 +86,7 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
 
 @rule(
     "slurm.too-many-ranks",
-    "slurm.nodes",
-    "slurm.gpus_per_node",
-    "slurm.ranks_per_node",
-    "parallel",
-    "optimization.global_batch_size",
+    "slurm.nodes slurm.gpus_per_node slurm.ranks_per_node parallel optimization.global_batch_size "
     "optimization.micro_batch_size",
 )
 def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
@@ -124,19 +117,14 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
 def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     """The product of the degrees must divide the number of ranks."""
     slurm, parallel = experiment.slurm, experiment.parallel
-    degrees = (parallel.shard, parallel.replicate, parallel.tensor, parallel.pipeline)
-    product = prod(degree or 1 for degree in degrees)
+    keys = ("shard", "replicate", "tensor", "pipeline")
+    product = prod(getattr(parallel, key) or 1 for key in keys)
     if slurm is None or (min_nodes(slurm) * ranks_on_each_node(slurm)) % product == 0:
         return
     ranks = min_nodes(slurm) * ranks_on_each_node(slurm)
-    key = next(
-        key for key in ("shard", "replicate", "tensor", "pipeline") if (getattr(parallel, key) or 1) > 1
-    )
-    yield Problem(
-        ("parallel", key),
-        f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks",
-        f"write degrees whose product divides {ranks}",
-    )
+    key = next(key for key in keys if (getattr(parallel, key) or 1) > 1)
+    message = f"the degrees make groups of {product} ranks, which don't divide {ranks} ranks"
+    yield Problem(("parallel", key), message, f"write degrees whose product divides {ranks}")
 
 
 @rule("slurm.gpu-type", "slurm.gpu_type", "slurm.gpus_per_node")
@@ -187,26 +175,29 @@ def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Proble
         yield Problem(("slurm", "signal_lead_s"), message, f"write less than {limit_s}")
 
 
-@rule("slurm.shared-job", "slurm.runs_per_job", "slurm.nodes", "environment.container", "sweep.search")
+@rule("slurm.shared-job", "slurm.runs_per_job", "slurm.nodes", "sweep.search")
 def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
-    """Runs that share a job have one node, no container and no search, whose trials start at other times."""
+    """Runs that share a job have one node and no search, whose trials start at other times."""
     slurm = experiment.slurm
     if slurm is None or slurm.runs_per_job == 1:
         return
     path, remedy = ("slurm", "runs_per_job"), "take runs_per_job out, or write slurm.nodes: 1"
     if max_nodes(slurm) > 1:
         yield Problem(path, f"runs that share a job have one node each, not {slurm.nodes}", remedy)
-    if experiment.environment.container is not None:
-        message = "runs in a container can't share a job (environment.container)"
-        yield Problem(path, message, "take one of the two out")
     if experiment.sweep.search is not None:
         message = "trials of a search start one after the other, so they can't share a job (sweep.search)"
         yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
 
 
-@rule("slurm.runs-per-gpu", "slurm.runs_per_gpu", "slurm.runs_per_job", "slurm.gpus_per_node")
+@rule(
+    "slurm.runs-per-gpu",
+    "slurm.runs_per_gpu",
+    "slurm.runs_per_job",
+    "slurm.gpus_per_node",
+    "environment.container",
+)
 def runs_can_share_a_gpu(job: Job) -> Iterator[Problem]:
-    """Runs that share a GPU share a job, and use one GPU each."""
+    """Runs that share a GPU share a job, use one GPU each, and run outside of containers."""
     slurm = job.slurm
     if slurm is None or slurm.runs_per_gpu == 1:
         return
@@ -219,6 +210,9 @@ def runs_can_share_a_gpu(job: Job) -> Iterator[Problem]:
     if slurm.gpus_per_node != 1:
         message = f"a run shares one GPU, but slurm.gpus_per_node is {slurm.gpus_per_node}"
         yield Problem(path, message, "write slurm.gpus_per_node: 1, or take runs_per_gpu out")
+    if job.environment.container is not None:
+        message = "runs in a container can't share a GPU, since they do not see the folder of MPS on the node"
+        yield Problem(path, message, "take runs_per_gpu or environment.container out")
 
 
 @rule("slurm.shared-gpu-use", "slurm.runs_per_gpu", "device", "optimization.micro_batch_size")
@@ -234,11 +228,9 @@ def training_can_share_a_gpu(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("optimization", "micro_batch_size"), message, remedy)
 
 
-@rule(
-    "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
-)
+@rule("recovery.standby", "recovery.standby recovery.restart slurm.runs_per_job")
 def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
-    """``standby`` needs ranks of our trainer, a restart in place, a job for each run, and no container."""
+    """``standby`` needs ranks of our trainer, a restart in place, and a job for each run."""
     if not experiment.recovery.standby:
         return
     key, remedy = ("recovery", "standby"), "take one of them out"
@@ -249,24 +241,12 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
         yield Problem(key, message, "write recovery.restart: auto, or take it out")
     if experiment.slurm is not None and experiment.slurm.runs_per_job > 1:
         yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
-    if experiment.environment.container is not None:
-        message = "has not been tested with environment.container and is not supported with it"
-        yield Problem(key, message, remedy)
 
 
 @rule(
     "evaluation.as-job",
-    "evaluation",
-    "parallel",
-    "checkpoint.best",
-    "early_stopping",
-    "sweep.search",
-    "optimization.on_non_finite",
-    "optimization.on_spike",
-    "recovery.verify_every_steps",
-    "logging",
-    "slurm.runs_per_job",
-    "environment.container",
+    "evaluation parallel checkpoint.best early_stopping sweep.search optimization.on_non_finite "
+    "optimization.on_spike recovery.verify_every_steps logging slurm.runs_per_job environment.container",
 )
 def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
     """``as_job`` evaluates on one rank, and nothing in training may wait for the result."""
@@ -358,3 +338,71 @@ def sbatch_option(key: str) -> str:
     if option in options:
         return option
     return next((name for name in options if name.startswith(option)), option)
+
+
+def has_budget(experiment: Job) -> bool:
+    """Return True if the file bounds the GPU-hours of its runs."""
+    return experiment.slurm is not None and experiment.slurm.max_gpu_hours is not None
+
+
+def planned_runs(experiment: Job, num_proposed: int) -> int:
+    """Return the number of runs that share the budget: those of a search include later proposals."""
+    search = experiment.sweep.search
+    return search.trials if search else num_proposed
+
+
+def with_share(experiment: J, num_runs: int) -> J:
+    """Return the experiment of one of ``num_runs`` runs with its share of the budget, if there is one."""
+    slurm = experiment.slurm
+    if slurm is None or slurm.max_gpu_hours is None or num_runs == 1:
+        return experiment
+    share = slurm.model_copy(update={"max_gpu_hours": slurm.max_gpu_hours / num_runs})
+    return experiment.model_copy(update={"slurm": share})
+
+
+def over_share(experiment: Job, hours: Sequence[float | None], num_runs: int) -> Problem | None:
+    """Return the problem if one run is predicted to need more than its share, after which it ends.
+
+    ``hours``: the prediction for each run, None if unknown. ``num_runs``: runs that share the budget.
+    """
+    budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None
+    most = max((predicted for predicted in hours if predicted is not None), default=0.0)
+    if budget is None or most <= budget / num_runs * (1 + _ROUNDING):
+        return None
+    message = (
+        f"{rounded(budget)} is divided evenly among {num_runs} runs; the longest is predicted to need "
+        f"{rounded(most)} GPU-hours, and its share is {rounded(budget / num_runs)}"
+    )
+    enough = rounded(math.ceil(most * num_runs))
+    remedy = f"raise it to {enough}, or submit runs of different length from files of their own"
+    return Problem(_BUDGET, message, remedy, code="budget.share")
+
+
+def over_budget(
+    experiment: Job, predicted_hours: float | None, one_attempt_hours: float | None
+) -> Problem | None:
+    """Return the problem if the runs of the file need more than its budget.
+
+    ``predicted_hours``: of all runs together; if that is unknown, ``one_attempt_hours`` counts, which they
+    use at most in one attempt each.
+    """
+    budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None
+    if budget is None:
+        return None
+    if predicted_hours is not None:
+        if predicted_hours <= budget:
+            return None
+        needed = f"{rounded(predicted_hours)} GPU-hours that the runs are predicted to need"
+        message = f"{rounded(budget)} is less than the {needed}"
+        return Problem(
+            _BUDGET, message, "raise it, train fewer steps or runs, or request fewer GPUs", code="budget.runs"
+        )
+    if one_attempt_hours is None or one_attempt_hours <= budget:
+        return None
+    needed = f"{rounded(one_attempt_hours)} GPU-hours that one attempt of each run may use"
+    message = f"{rounded(budget)} is less than the {needed}"
+    remedy = (
+        "write a shorter slurm.time_limit (runs resume automatically), raise it, or train a short run first, "
+        "from which the time is predicted"
+    )
+    return Problem(_BUDGET, message, remedy, code="budget.attempts")

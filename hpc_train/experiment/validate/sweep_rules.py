@@ -35,7 +35,7 @@ from hpc_train.experiment.config.sweep_sections import (
     parameters_place,
     swept_keys,
 )
-from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.experiment.config.synonyms import value_for
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import is_factory, target_of, unknown_part
 
@@ -133,7 +133,6 @@ def swept_keys_lie_apart(experiment: Job) -> Iterator[Problem]:
 
 
 def _in_other_runs(swept: SweptKey, other: SweptKey) -> bool:
-    """Return True if the two are in different mappings of the list."""
     return swept.place[:2] == other.place[:2] == ("sweep", "list") and swept.place[2] != other.place[2]
 
 
@@ -296,8 +295,6 @@ def exclusions_exclude_something(experiment: Job) -> Iterator[Problem]:
 
 
 class _Possible:
-    """The values that a run can have, by swept key."""
-
     def __init__(self, keys: Iterable[SweptKey]) -> None:
         self._values: dict[str, set[object]] = {}
         self._ranges: set[str] = set()

@@ -11,8 +11,8 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.run_status import run_facts
 
-_FIELDS = ("jobid", "nnodes", "cputimeraw", "totalcpu", "maxrss", "ntasks", "reqmem", "alloccpus", "end")
-_SIZE = re.compile(r"([\d.]+)([KMGTP]?)([nc]?)")
+_FIELDS = ("jobid", "nnodes", "cputimeraw", "totalcpu", "maxrss", "ntasks", "reqmem", "end")
+_SIZE = re.compile(r"([\d.]+)([KMGTP]?)")
 _GIB = {"": 1 / 1024**3, "K": 1 / 1024**2, "M": 1 / 1024, "G": 1.0, "T": 1024.0, "P": 1024.0**2}
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.(\d+))?")
 _LIMIT_S = 20.0
@@ -47,7 +47,7 @@ def parsed(output: str) -> JobUsage | None:
     allocated_s = sum(int(row["cputimeraw"]) for row in ended if row["cputimeraw"].isdecimal())
     used_s = sum(seconds(row["totalcpu"]) for row in ended)
     peaks = [peak for row in rows if (peak := _node_peak(row)) is not None]
-    requested = [size for row in jobs if (size := _requested(row)) is not None]
+    requested = [size / _num_nodes(row) for row in jobs if (size := gib(row["reqmem"]))]
     return JobUsage(
         max(peaks, default=None),
         max(requested, default=None),
@@ -61,17 +61,11 @@ def _node_peak(row: dict[str, str]) -> float | None:
     size = gib(row["maxrss"])
     if not size or not row["ntasks"].isdecimal() or not row["nnodes"].isdecimal():
         return size or None
-    return size * max(1, -(-int(row["ntasks"]) // max(1, int(row["nnodes"]))))
+    return size * max(1, -(-int(row["ntasks"]) // _num_nodes(row)))
 
 
-def _requested(row: dict[str, str]) -> float | None:
-    """Return the memory requested per node. Before 21 ``4Gn`` is per node, ``4Gc`` per core; then the sum."""
-    match = _SIZE.fullmatch(row["reqmem"])
-    nodes = int(row["nnodes"]) if row["nnodes"].isdecimal() else 1
-    cores = int(row["alloccpus"]) if row["alloccpus"].isdecimal() else 1
-    if match is None or not (size := gib(row["reqmem"])):
-        return None
-    return {"n": size, "c": size * cores / max(1, nodes)}.get(match[3], size / max(1, nodes))
+def _num_nodes(row: dict[str, str]) -> int:
+    return max(1, int(row["nnodes"])) if row["nnodes"].isdecimal() else 1
 
 
 def gib(text: str) -> float | None:

@@ -26,50 +26,14 @@ from hpc_train.errors import ExitCode, HpcTrainError, listed
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
-from hpc_train.launchers.slurm import begin, evaluations
-from hpc_train.launchers.slurm.batch_job import (
-    IN_PLACE,
-    NUM_NODES,
-    BatchJob,
-    allocated_hosts,
-    answer,
-    ends_at,
-    granted,
-    job_time,
-    limit_words,
-    nodes_of_ranks,
-    output_of,
-    preempted_at,
-    say,
-    still_runs,
-    time_limit_s,
-    used_gpu_hours,
-    warning_s,
-)
-from hpc_train.launchers.slurm.evidence import (
-    Diagnosis,
-    Facts,
-    in_allocation,
-    judge,
-    reported_ranks,
-    stopped,
-)
+from hpc_train.launchers.slurm import batch_job, begin, evaluations, evidence
+from hpc_train.launchers.slurm.batch_job import IN_PLACE, NUM_NODES, BatchJob, say
+from hpc_train.launchers.slurm.evidence import Diagnosis, Facts
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import Stop, one_line, stopped_by_signal
 from hpc_train.recovery.history import effective_recovery, records, step_for_budgets
-from hpc_train.run import evaluation_jobs, resource_limits
-from hpc_train.run.attempts import (
-    AttemptRecord,
-    exit_codes,
-    newest_number,
-    noted_signal,
-    now,
-    now_ms,
-    rank_ends,
-    read_record,
-    write_record,
-)
+from hpc_train.run import attempts, evaluation_jobs, resource_limits
 from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import retried, storage_error
@@ -89,40 +53,39 @@ _stops: list[int] = []
 
 def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     """Diagnose the attempt, write the diagnosis to the run's folder, return the script's next action."""
-    ended = now_ms()
+    ended = attempts.now_ms()
     job = BatchJob.of(folder, environ)
     number = int(environ["HPC_TRAIN_ATTEMPT"])
-    if newest_number(job.paths) > number:
-        say(
-            f"attempt {newest_number(job.paths)} of run {job.paths.folder.name} continues instead of {number}"
-        )
+    if (newest := attempts.newest_number(job.paths)) > number:
+        say(f"attempt {newest} of run {job.paths.folder.name} continues instead of {number}")
         return GIVEN_UP
-    record = read_record(job.paths.attempt(number))
+    record = attempts.read_record(job.paths.attempt(number))
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
-    record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
+    # What is granted may have been changed since the start.
+    record = replace(record, **batch_job.granted(job.submission, environ))
     facts = gather(job, record, srun_code)
-    diagnosis = judge(facts)
+    diagnosis = evidence.judge(facts)
     if job.is_allocation:
-        diagnosis = stopped(diagnosis, facts, _stop_in_allocation(job, facts, environ))
-    if diagnosis.cause == "time limit" and (sentence := limit_words(record)):
+        diagnosis = evidence.stopped(diagnosis, facts, _stop_in_allocation(job, facts, environ))
+    if diagnosis.cause == "time limit" and (sentence := batch_job.limit_words(record)):
         diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {sentence}")
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
-    attempts = [*job.earlier(number), final]
+    so_far = [*job.earlier(number), final]
     recovery = effective_recovery(job.paths, number) if diagnosis.state == "requeued" else None
     if recovery is not None:
-        spent = used_gpu_hours(job.paths, final)
+        spent = batch_job.used_gpu_hours(job.paths, final)
         # In the user's own allocation only restarts in place have a budget.
         if not job.is_allocation or diagnosis.cause in budgets.CRASHES:
-            diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
+            diagnosis = diagnosis.decided(budgets.decide(so_far, recovery, spent))
     may_stay, excluded = False, dict[str, str]()
     if recovery is not None and diagnosis.state == "requeued":
         excluded = bad_nodes.excluded([*records(job.paths), final], recovery.exclude_nodes_for_h)
-        may_stay = budgets.may_stay(attempts, recovery, has_other_nodes=NUM_NODES in environ)
+        may_stay = budgets.may_stay(so_far, recovery, has_other_nodes=NUM_NODES in environ)
         may_stay = may_stay and _can_stay(job, final, environ)
-        may_stay = may_stay and _has_nodes(attempts, recovery, excluded, environ)
+        may_stay = may_stay and _has_nodes(so_far, recovery, excluded, environ)
         if job.is_allocation and not may_stay:
-            diagnosis = in_allocation(diagnosis, job.paths.folder.name)
+            diagnosis = evidence.in_allocation(diagnosis, job.paths.folder.name)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
@@ -147,53 +110,53 @@ def _stop_in_allocation(job: BatchJob, facts: Facts, environ: Mapping[str, str])
         return None
     if name in {"SIGINT", "SIGKILL"}:  # the second Ctrl-C
         return stopped_by_signal(signal.SIGINT)
-    begin_s, end_s = job_time("StartTime", environ), job_time("EndTime", environ)
+    begin_s, end_s = batch_job.job_time("StartTime", environ), batch_job.job_time("EndTime", environ)
     if begin_s is not None and end_s is not None and time.time() > end_s - _LAST_S:
-        is_by_limit = end_s - begin_s >= (time_limit_s(environ) or math.inf) - 1
+        is_by_limit = end_s - begin_s >= (batch_job.time_limit_s(environ) or math.inf) - 1
     else:
         is_by_limit = False
     if name == "SIGUSR2" or is_by_limit:
         return Stop("time limit")
-    is_preempted = job_time("PreemptTime", environ) is not None
+    is_preempted = batch_job.job_time("PreemptTime", environ) is not None
     return Stop("preemption") if is_preempted else stopped_by_signal(signal.Signals[name])
 
 
 def _has_nodes(
-    attempts: Sequence[AttemptRecord],
+    so_far: Sequence[attempts.AttemptRecord],
     recovery: budgets.Limits,
     excluded: Mapping[str, str],
     environ: Mapping[str, str],
 ) -> bool:
     """Return True if the job has enough nodes that respond and that the next attempt may use."""
-    last = attempts[-1]
-    allocated = allocated_hosts(environ) if NUM_NODES in environ else last.hosts
+    last = so_far[-1]
+    allocated = batch_job.allocated_hosts(environ) if NUM_NODES in environ else last.hosts
     if NUM_NODES in environ and environ.get("SLURMD_NODENAME") not in {None, *allocated}:
         # A job that outlives its first node is requeued from another one: an attempt would soon be ended.
         say("Slurm has given up the node of the batch script, so there is no restart in place")
         return False
-    hosts, are_fit = nodes_of_ranks(allocated, excluded, environ)
+    hosts, are_fit = batch_job.nodes_of_ranks(allocated, excluded, environ)
     if not are_fit:
         say("too few of the job's nodes respond and may be used, so there is no restart in place")
         return False
-    return budgets.may_stay(attempts, recovery, has_other_nodes=hosts != last.hosts)
+    return budgets.may_stay(so_far, recovery, has_other_nodes=hosts != last.hosts)
 
 
-def _can_stay(job: BatchJob, record: AttemptRecord, environ: Mapping[str, str]) -> bool:
+def _can_stay(job: BatchJob, record: attempts.AttemptRecord, environ: Mapping[str, str]) -> bool:
     """Return True if nothing else wants the job's nodes and enough time is left.
 
     What Slurm's answers lack counts as not given, since a requeue is always possible. The time until the
     warning before the limit must be enough for the start, as long as this attempt's, and for a checkpoint.
     """
-    is_stopped = bool(_stops) or noted_signal(job.paths.attempt(record.attempt)) is not None
-    if is_stopped or not still_runs(environ, job.restart):
+    is_stopped = bool(_stops) or attempts.noted_signal(job.paths.attempt(record.attempt)) is not None
+    if is_stopped or not batch_job.still_runs(environ, job.restart):
         return False
     begun_s = _seconds(record.events.get("begin", record.start))
-    preempted_s = preempted_at(environ)
+    preempted_s = batch_job.preempted_at(environ)
     if preempted_s is None or preempted_s >= begun_s - 1:
         return False
     earlier = job.earlier(record.attempt)
     first = next((start for start in earlier if start.restart == record.restart), record)
-    end_s = ends_at(environ, _seconds(first.start), record.time_limit_s)
+    end_s = batch_job.ends_at(environ, _seconds(first.start), record.time_limit_s)
     if end_s is None or end_s - time.time() < _needed_s(job, record, begun_s):
         say("too little time is left to restart in place")
         return False
@@ -204,7 +167,7 @@ def _seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _needed_s(job: BatchJob, record: AttemptRecord, begun_s: float) -> float:
+def _needed_s(job: BatchJob, record: attempts.AttemptRecord, begun_s: float) -> float:
     """Return the seconds of a start, of training up to a checkpoint, and of the warning before the limit."""
     saving = (read_json(job.paths.resolved) or {}).get("checkpoint") or {}
     every_min = saving.get("every_min") or (0.0 if saving.get("every_steps") else DEFAULT_SAVE_EVERY_MIN)
@@ -212,7 +175,7 @@ def _needed_s(job: BatchJob, record: AttemptRecord, begun_s: float) -> float:
         every_min = record.save_interval.get("every_s", 60 * every_min) / 60
     first_step = record.events.get("first_step")
     start_s = _START_S if first_step is None else max(0.0, _seconds(first_step) - begun_s)
-    lead_s = record.lead_s if record.lead_s is not None else warning_s(job.submission)
+    lead_s = record.lead_s if record.lead_s is not None else batch_job.warning_s(job.submission)
     return float(start_s + 60 * every_min + (record.save_s or 0.0) + lead_s)
 
 
@@ -239,8 +202,8 @@ def refused(folder: Path, refusal: str, environ: Mapping[str, str]) -> None:
 
 
 def _write_refusal(job: BatchJob, refusal: str) -> None:
-    paths, number = job.paths, newest_number(job.paths)
-    status, record = read_status(paths), read_record(paths.attempt(number))
+    paths, number = job.paths, attempts.newest_number(job.paths)
+    status, record = read_status(paths), attempts.read_record(paths.attempt(number))
     if status.state != "requeued" or record is None or not job.owns(record):
         return
     if record.restart != job.restart:  # the job has begun its next attempt
@@ -250,18 +213,18 @@ def _write_refusal(job: BatchJob, refusal: str) -> None:
     status = replace(status, state="failed", reason=reason)
     notify_end(paths, say, status)
     with _reporting_errors(paths):
-        write_record(paths.attempt(number), replace(record, reason=reason))
+        attempts.write_record(paths.attempt(number), replace(record, reason=reason))
         write_status(paths, status)
 
 
-def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
+def gather(job: BatchJob, record: attempts.AttemptRecord, srun_code: int) -> Facts:
     """Read the evidence that the attempt has left."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
-    status, stop, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
-    output = output_of(job.submission.folder, job.job, record.attempt, paths.folder.name)
+    status, stop, ends = read_status(paths), attempts.noted_signal(attempt), attempts.rank_ends(attempt)
+    output = batch_job.output_of(job.submission.folder, job.job, record.attempt, paths.folder.name)
     logs = attempt.files_of_ranks(".log")
     # Only 64 logs are read, first of the ranks whose end srun reports.
-    read = [rank for rank in dict.fromkeys([*reported_ranks(output), *logs]) if rank in logs][:64]
+    read = [rank for rank in dict.fromkeys([*evidence.reported_ranks(output), *logs]) if rank in logs][:64]
     dated = []
     for rank, path in attempt.files_of_ranks(".error").items():
         text = tail_text(path, _ERROR_BYTES).strip() or "said nothing"
@@ -284,7 +247,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     )
 
 
-def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
+def _is_early(paths: RunPaths, record: attempts.AttemptRecord) -> bool:
     """Return True if the signal came earlier than the warning: by half of the time limit, or its lead.
 
     Some sites send the warning's signal at preemption. The limit is the granted one, if it is known.
@@ -305,29 +268,27 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
 
 
 def _ended_record(
-    paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
-) -> AttemptRecord:
-    """Return the record of the ended attempt, before its budget was checked."""
+    paths: RunPaths, record: attempts.AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
+) -> attempts.AttemptRecord:
     return replace(
         record,
-        end=now(),
+        end=attempts.now(),
         cause=diagnosis.cause,
         reason=diagnosis.reason,
         events=record.events | {"end": ended},
         exit_codes=_all_codes(
-            record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code, diagnosis
+            record.ranks or 0, attempts.exit_codes(paths.attempt(record.attempt)), srun_code, diagnosis
         ),
         bad_nodes=diagnosis.bad_nodes,
         saved_step=step_for_budgets(paths, record.attempt),
     )
 
 
-def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> RunStatus:
-    """Write how the attempt and the run ended, as far as the disk has room; return the run's status."""
-    requeue = {"requeue": now_ms()} if diagnosis.state == "requeued" else {}
+def _write(paths: RunPaths, final: attempts.AttemptRecord, diagnosis: Diagnosis) -> RunStatus:
+    requeue = {"requeue": attempts.now_ms()} if diagnosis.state == "requeued" else {}
     final = replace(final, reason=diagnosis.reason, events=final.events | requeue)
     with _reporting_errors(paths):
-        write_record(paths.attempt(final.attempt), final)
+        attempts.write_record(paths.attempt(final.attempt), final)
     status = read_status(paths)
     if diagnosis.state != "completed":
         # Ranks of a cancelled run no longer write status.json, but save before they end.
@@ -365,7 +326,7 @@ def main(arguments: Iterable[str]) -> int:
         refused(submission, " ".join(more), os.environ)
         return 0
     if code == "slots":
-        answer(verdict_on_slots(BatchJob.with_each_run(submission, os.environ), int(more[0])))
+        batch_job.answer(verdict_on_slots(BatchJob.with_each_run(submission, os.environ), int(more[0])))
         return 0
     # The batch script ignores SIGTERM meanwhile, and so would this process: it may be a preemption's.
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -382,7 +343,7 @@ def main(arguments: Iterable[str]) -> int:
                 write_status(paths, status)
             notify_end(paths, say, status)
     _note(submission, verdict)
-    answer(_begun(submission) if verdict == "again" and not _stops else verdict)
+    batch_job.answer(_begun(submission) if verdict == "again" and not _stops else verdict)
     return 0
 
 

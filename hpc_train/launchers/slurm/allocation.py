@@ -21,7 +21,7 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, counted
 from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import ALLOCATION, commands, queue_status, scancel
+from hpc_train.launchers.slurm import ALLOCATION, commands, scancel
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.batch_job import IN_ALLOCATION, MARK, BatchJob, gone_nodes
 from hpc_train.launchers.slurm.commands import MAX_AGE_S
@@ -30,20 +30,13 @@ from hpc_train.launchers.slurm.queue_status import SlurmBase
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.diagnosis import LAUNCHER_DIED, Diagnosis, one_line, silent_for
 from hpc_train.recovery.history import ended_unseen, nodes_to_exclude, saved_step
+from hpc_train.run import run_status
 from hpc_train.run.attempts import add_job, newest_number, noted_signal, now_ms, read_record, write_record
 from hpc_train.run.files import read_json, tail_text, write_json, write_text
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import SILENT_LIMIT_S, newest_record, silent_s
 from hpc_train.run.processes import Process, exit_code, start_in_own_session
-from hpc_train.run.run_status import (
-    CANCELLED,
-    CANCELLED_BY,
-    GOING_ON,
-    INTERRUPTED,
-    RunStatus,
-    read_status,
-    write_status,
-)
+from hpc_train.run.run_status import CANCELLED, GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.run.trust import check_run
 
 if TYPE_CHECKING:
@@ -185,7 +178,7 @@ class AllocationLauncher(SlurmBase):
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
         """Have ranks save and end, then kill the rest; the user's job continues. Returns []."""
         for paths in runs:
-            if read_status(paths).state in GOING_ON:
+            if run_status.read_status(paths).state in GOING_ON:
                 scancel.cancel_in_allocation(paths)
         return []
 
@@ -193,7 +186,6 @@ class AllocationLauncher(SlurmBase):
 def _batch(
     submission: SubmissionPaths, run: StartRequest, allocation: Allocation, nodes: Sequence[str]
 ) -> Batch:
-    """Return the batch script of a job with these nodes, whose srun uses them in the user's job."""
     from hpc_train.experiment.validate.slurm_rules import ranks_on_each_node
     from hpc_train.launchers.slurm import script
     from hpc_train.launchers.slurm.profiles import slurm_of
@@ -248,7 +240,9 @@ def _prepared(
     steps.write(paths, record)
     facts = read_json(run.paths.run) or {}
     write_json(run.paths.run, add_job(facts, allocation.job, cluster) | {"launcher": ALLOCATION}, sync=True)
-    write_status(run.paths, replace(read_status(run.paths), state="pending", reason=None))
+    run_status.write_status(
+        run.paths, replace(run_status.read_status(run.paths), state="pending", reason=None)
+    )
     return paths, batch
 
 
@@ -297,7 +291,6 @@ class _Follower:
         return self._end(exit_code(child, block=True) or 0, log)
 
     def _environment(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Return this command's environment with Slurm's variables of a job with these nodes."""
         from hpc_train.launchers.slurm import script
 
         sizes = {name: value for argument in self.batch.parameters["srun_args"]
@@ -370,16 +363,16 @@ class _Follower:
     def _end(self, code: int, log: Path) -> ExitCode:
         """Return the command's exit code; write how the run ended if the batch script has not."""
         paths = self.run.paths
-        status = read_status(paths)
+        status = run_status.read_status(paths)
         if status.state in GOING_ON:
             if paths.cancelled.exists():
-                status = replace(status, state=CANCELLED, reason=CANCELLED_BY)
+                status = replace(status, state=CANCELLED, reason=run_status.CANCELLED_BY)
             else:
                 state = INTERRUPTED if status.state == "requeued" else "failed"
                 text = status.reason or f"its batch script ended with exit code {code}; its output: {log}"
                 status = replace(status, state=state, reason=one_line(text))
             with suppress(OSError):
-                write_status(paths, status)
+                run_status.write_status(paths, status)
             notify_end(paths, say, status)
         if status.state == "completed":
             return ExitCode.DONE
@@ -393,14 +386,14 @@ class _Follower:
 
 
 def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
-    status = read_status(paths)
+    status = run_status.read_status(paths)
     if status.state not in GOING_ON:
         return status
     record, facts = newest_record(paths), read_json(paths.run) or {}
     is_begun = record is not None and record.end is None
     process = record.launcher_process if record is not None and is_begun else _submitter(paths)
     is_alive = False if process is None else process.is_alive()
-    latest = read_status(paths)  # it may have ended meanwhile
+    latest = run_status.read_status(paths)  # it may have ended meanwhile
     if is_alive or latest.state not in GOING_ON:
         return latest
     jobs = facts.get("slurm_job_ids") or [None]
@@ -414,11 +407,11 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
         return replace(latest, state="failed", reason=silent_for(process.host, silent_s(paths, record)))
     state, text = (INTERRUPTED, reason) if reason else ("failed", LAUNCHER_DIED)
     if paths.cancelled.exists():
-        state, text = CANCELLED, CANCELLED_BY
+        state, text = CANCELLED, run_status.CANCELLED_BY
     step = max(latest.step, saved_step(paths, newest_number(paths)))
     ended = replace(latest, state=state, step=step, reason=text)
     with suppress(OSError):  # another user's run, or a full disk: still return the status
-        write_status(paths, ended)
+        run_status.write_status(paths, ended)
         if record is not None and is_begun:
             cause = "lost" if state == "failed" else state if state == CANCELLED else "interrupted"
             diagnosis = Diagnosis(cause, text)
@@ -427,7 +420,6 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
 
 
 def _submitter(paths: RunPaths) -> Process | None:
-    """Return the command that has started the run, before its attempt begins."""
     submissions = (steps.read(submission) for submission in paths.siblings.submission_folders())
     of_run = [one for one in submissions if one is not None and one.runs == [paths.folder.name]]
     return max(of_run, key=lambda one: one.created).creator if of_run else None
@@ -443,6 +435,6 @@ def _end_of_job(job: str, max_age_s: float) -> str | None:
         return None
     if state is None or not state.is_over:
         return None
-    if state.missed_at is not None and time.time() - state.missed_at < queue_status.SECOND_LOOK_S:
+    if state.may_reappear:
         return None  # one absent answer proves nothing
     return f"job {job}, in which it ran, has ended ({state.state})"

@@ -38,7 +38,6 @@ JOB = "HPC_TRAIN_JOB"
 #: Variable with the number of nodes that ranks use, of a job with spare nodes.
 NUM_NODES = "HPC_TRAIN_NUM_NODES"
 _OUTPUT_BYTES = 1 << 16
-_SCONTROL_LIMIT_S = 60.0
 #: Parts of a list of nodes, such as ``n[1-2,07],login1``.
 _LIST_ITEM = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
 _BRACKETS = re.compile(r"([^\[\]]*)\[([\d,-]+)\](.*)")
@@ -354,23 +353,10 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[str]:
     shown = re.search(r"(?:^|\s)NodeList=(\S+)", environ.get(JOB, ""))
     if NUM_NODES in environ and shown is not None and (hosts := _expanded_list(shown[1])):
         return hosts
-    if hosts := environ.get("HPC_TRAIN_HOSTS", "").split():  # a container has none of Slurm's programs
+    if hosts := environ.get("HPC_TRAIN_HOSTS", "").split():
         return hosts
     listed = environ.get("SLURM_JOB_NODELIST", "")
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", listed],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_SCONTROL_LIMIT_S,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return _expanded_list(listed) or [listed] if listed else []
-    # The names come last, whatever a wrapper prints before them.
-    names = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\s*[\w.-]+\s*", line)]
-    count = environ.get("SLURM_JOB_NUM_NODES", "")
-    return names[-int(count) :] if count.isdecimal() and int(count) else names
+    return _expanded_list(listed) or [listed] if listed else []
 
 
 def _expanded_list(listed: str) -> list[str]:
@@ -408,10 +394,7 @@ def nodes_of_ranks(
 
 
 def used_gpu_hours(paths: RunPaths, final: AttemptRecord) -> GpuHours | None:
-    """Return the GPU hours of the run's attempts up to ``final``, whose end is not on disk yet.
-
-    None if the run has no budget, or no GPUs.
-    """
+    """Return the run's GPU hours up to ``final``, not on disk yet; None without a budget or GPUs."""
     budget, gpus_per_node = _gpu_budget(paths, final.attempt)
     if not budget or not gpus_per_node:
         return None

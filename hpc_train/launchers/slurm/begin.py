@@ -19,46 +19,15 @@ from pathlib import Path
 
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import ALLOCATION, LAUNCHER, commands
-from hpc_train.launchers.slurm.batch_job import (
-    IN_PLACE,
-    MARK,
-    NUM_NODES,
-    BatchJob,
-    allocated_hosts,
-    answer,
-    gone_nodes,
-    granted,
-    job_time,
-    limit_words,
-    nodes_of_ranks,
-    output_of,
-    say,
-    used_gpu_hours,
-    warning_s,
-)
+from hpc_train.launchers.slurm import ALLOCATION, LAUNCHER, batch_job, commands
+from hpc_train.launchers.slurm.batch_job import IN_PLACE, NUM_NODES, BatchJob, say
 from hpc_train.launchers.slurm.evidence import noted_stop
 from hpc_train.paths import RunPaths
 from hpc_train.rank.env import parse_tasks_per_node
-from hpc_train.recovery import bad_nodes, budgets
+from hpc_train.recovery import bad_nodes, budgets, history
 from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import (
-    diagnose_record,
-    effective_recovery,
-    ended_unseen,
-    nodes_to_exclude,
-    saved_step,
-)
-from hpc_train.run import stage_order, trust
-from hpc_train.run.attempts import (
-    AttemptRecord,
-    claim_attempt,
-    noted_signal,
-    now,
-    now_ms,
-    read_record,
-    write_record,
-)
+from hpc_train.run import attempts, stage_order, trust
+from hpc_train.run.attempts import AttemptRecord, now, read_record, write_record
 from hpc_train.run.code import snapshot
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
 from hpc_train.run.processes import FOLDER_VARIABLE, Process
@@ -100,7 +69,7 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     or the disk is full.
     """
     job = BatchJob.of(folder, environ)
-    began = now_ms()
+    began = attempts.now_ms()
     is_cancelled = job.paths.cancelled.exists()
     if is_cancelled or read_status(job.paths).state == "completed":
         state = "cancelled" if is_cancelled else "completed"
@@ -123,7 +92,8 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     except HpcTrainError as error:
         notify_end(job.paths, say, _write_status(job.paths, "failed", str(error)))
         raise
-    say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
+    mark = batch_job.MARK.removeprefix("hpc-train: ")
+    say(f"{mark} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
     line = f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
     record = read_record(job.paths.attempt(number)) if NUM_NODES in environ else None
     return line if record is None else f"{line}\t{','.join(record.hosts)}"
@@ -160,13 +130,13 @@ def _is_ending(jobs: Sequence[BatchJob], environ: Mapping[str, str]) -> bool:
     """Return True if the job is being stopped, or has too little time left for one more run."""
     if jobs[0].stopping.exists():
         return True
-    preempted_s = job_time("PreemptTime", environ)
-    if preempted_s is not None and preempted_s >= (job_time("StartTime", environ) or 0.0):
+    preempted_s = batch_job.job_time("PreemptTime", environ)
+    if preempted_s is not None and preempted_s >= (batch_job.job_time("StartTime", environ) or 0.0):
         return True
-    end_s = job_time("EndTime", environ)
+    end_s = batch_job.job_time("EndTime", environ)
     if end_s is None or all(job.verdict is None for job in jobs):  # the first runs of a start begin always
         return False
-    return end_s - time.time() < warning_s(jobs[0].submission) + _MIN_RUN_S
+    return end_s - time.time() < batch_job.warning_s(jobs[0].submission) + _MIN_RUN_S
 
 
 @contextmanager
@@ -181,7 +151,6 @@ def _full_disks(paths: RunPaths) -> Iterator[None]:
 
 
 def _write_status(paths: RunPaths, state: str, reason: str) -> RunStatus:
-    """Write the run's status, if the disk has room for it; return it."""
     status = replace(read_status(paths), state=state, reason=one_line(reason))
     with suppress(OSError):
         write_status(paths, status)
@@ -200,7 +169,7 @@ def _check_unrequested(job: BatchJob) -> None:
         return
     if record.restart == job.restart or "requeue" in record.events or job.cannot_start.exists():
         return
-    step = saved_step(job.paths, record.attempt)
+    step = history.saved_step(job.paths, record.attempt)
     lines = job.unrequested.read_text().splitlines() if job.unrequested.exists() else []
     starts = 1 + sum(line.endswith(f" step {step}") for line in lines)
     run = job.paths.folder.name
@@ -237,13 +206,13 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         if is_own and record.restart == job.restart and not in_place:
             return record.attempt
         _end_earlier(job, record, in_place=in_place and is_own)
-    allocated = allocated_hosts(environ)
+    allocated = batch_job.allocated_hosts(environ)
     hosts = _checked_nodes(job, allocated, environ)
     job.asked.unlink(missing_ok=True)
-    facts = granted(job.submission, environ)
-    if sentence := limit_words(AttemptRecord(0, began, [], None, **facts)):
+    facts = batch_job.granted(job.submission, environ)
+    if sentence := batch_job.limit_words(AttemptRecord(0, began, [], None, **facts)):
         say(sentence)
-    return claim_attempt(
+    return attempts.claim_attempt(
         job.paths,
         ALLOCATION if job.is_allocation else LAUNCHER,
         job=job.job,
@@ -283,42 +252,40 @@ def _diagnosed(job: BatchJob, record: AttemptRecord, *, is_requeued: bool) -> At
     paths = job.paths
     output = ""
     if job.owns(record):
-        output = output_of(job.submission.folder, job.job, record.attempt, paths.folder.name)
-    diagnosis = diagnose_record(
+        output = batch_job.output_of(job.submission.folder, job.job, record.attempt, paths.folder.name)
+    diagnosis = history.diagnose_record(
         paths,
         record,
         step=read_status(paths).step,
-        stop=noted_stop(noted_signal(paths.attempt(record.attempt)), output),
-        dead_nodes=gone_nodes(record.hosts),
+        stop=noted_stop(attempts.noted_signal(paths.attempt(record.attempt)), output),
+        dead_nodes=batch_job.gone_nodes(record.hosts),
         is_requeued=is_requeued,
     )
-    return ended_unseen(paths, record, diagnosis)
+    return history.ended_unseen(paths, record, diagnosis)
 
 
 def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     """Raise BudgetSpentError if no attempt may follow the lost one; else record the remaining budget."""
     attempt = job.paths.attempt(diagnosed.attempt)
-    recovery = effective_recovery(job.paths, diagnosed.attempt)
-    spent = used_gpu_hours(job.paths, diagnosed)
+    recovery = history.effective_recovery(job.paths, diagnosed.attempt)
+    spent = batch_job.used_gpu_hours(job.paths, diagnosed)
     decision = budgets.decide([*job.earlier(diagnosed.attempt), diagnosed], recovery, spent)
     diagnosed = replace(diagnosed, reason=one_line(decision.reason))
     if decision.comes_back:
         write_record(attempt, diagnosed)
         return
     # Record this restart and an end by the batch script, so that `status` does not show the job as running.
-    events = diagnosed.events | {"end": now_ms()}
+    events = diagnosed.events | {"end": attempts.now_ms()}
     write_record(attempt, replace(diagnosed, restart=job.restart, events=events))
     raise BudgetSpentError(decision.reason)
 
 
 def _checked_nodes(job: BatchJob, allocated: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes for the ranks. Raises WrongNodeError if the run excludes one of them; only a limited
-    number of times.
-    """
-    nodes = nodes_to_exclude(job.paths)
+    """Return the ranks' nodes. Raises WrongNodeError, a few times, if the run excludes one of them."""
+    nodes = history.nodes_to_exclude(job.paths)
     hosts = allocated
     if NUM_NODES in environ:
-        hosts, _ = nodes_of_ranks(allocated, nodes, environ)
+        hosts, _ = batch_job.nodes_of_ranks(allocated, nodes, environ)
         if unused := sorted(set(allocated).intersection(nodes).difference(hosts)):
             say(f"{bad_nodes.exclusion_words({node: nodes[node] for node in unused})}; runs on the others")
     unwanted = sorted(set(hosts) & nodes.keys())
@@ -361,7 +328,7 @@ def main(arguments: Iterable[str]) -> int:
     (folder,) = arguments
     code, line = begun(Path(folder).absolute())
     if line is not None:
-        answer(line)
+        batch_job.answer(line)
     return code
 
 

@@ -163,13 +163,8 @@ def _submit(job: CheckJob, experiment: Job | None, slurm: SlurmConfig, profile: 
 
 
 def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
-    """Return the options of sbatch: the file's, for one task per node that needs little."""
     options = {key: getattr(slurm, key) or getattr(profile.defaults, key) for key in _KEYS}
-    more = {
-        key.replace("_", "-"): value
-        for section in (profile.sbatch, slurm.extra)
-        for key, value in section.items()
-    }
+    more = {key.replace("_", "-"): value for key, value in (*profile.sbatch.items(), *slurm.extra.items())}
     options |= {"propagate": "NONE"} | {
         key: value for key, value in more.items() if key not in _OMITTED and value is not False
     }
@@ -210,10 +205,8 @@ def _refused(error: commands.RefusedError, experiment: Job | None) -> Finding:
     if experiment is not None:
         advice = job_refusals.advice(error.words, experiment)
         remedy = f"{advice.key}: {advice.remedy}"
-    problem, effect = (
-        f"sbatch rejects a small job: {error.words}",
-        "it rejects the jobs of runs for the same reason",
-    )
+    problem = f"sbatch rejects a small job: {error.words}"
+    effect = "it rejects the jobs of runs for the same reason"
     return Finding(Level.ERROR, "slurm.submit", problem, _SOURCE, effect, remedy)
 
 

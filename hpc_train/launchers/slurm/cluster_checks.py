@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_train.launchers.base import CheckRequest, Finding, KeyProblem, Level, StartRequest
-from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, options, profiles, save_window
+from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, options, profiles
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 
@@ -57,10 +57,7 @@ class Subject:
 
 
 def check(request: CheckRequest) -> list[Finding]:
-    """Return the findings on the cluster, and on the file's request.
-
-    Raises NoSchedulerError if there is no Slurm here.
-    """
+    """Return the findings on the cluster and the file's request. Raises NoSchedulerError without Slurm."""
     try:
         subject = _subject(request)
     except (commands.NoAnswerError, commands.RefusedError) as error:
@@ -86,14 +83,9 @@ def _subject(request: CheckRequest) -> Subject:
     problems = [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
     experiment = profiles.find(experiment.slurm.profile).applied(experiment)
     assert experiment.slurm is not None
-    return Subject(
-        facts,
-        experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", ""),
-        max(options.saves_s(folder), default=None),
-        options.lead_s(experiment, folder),
-        request.place,
-        problems,
-    )
+    partition = experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", "")
+    longest, lead_s = max(options.saves_s(folder), default=None), options.lead_s(experiment, folder)
+    return Subject(facts, partition, longest, lead_s, request.place, problems)
 
 
 def _longest_save_s() -> float | None:
@@ -156,12 +148,12 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
     given_s = subject.lead_s + 60 * (subject.facts.number("OverTimeLimit") or 0)
     label = f"jobs are signalled {given_s} s before they are killed at their time limit"
     source = subject.place("slurm.signal_lead_s")
-    if given_s >= save_window.SAVES * longest_s:
+    if given_s >= options.SAVES * longest_s:
         yield _fine("signal-lead", label, source)
         return
     label = f"{label}: too little for three saves of {longest_s:.1f} s"
     effect = "a job that is killed before its save is complete loses the steps since the newest checkpoint"
-    lead_s = save_window.SAVES * round(longest_s + 1)
+    lead_s = options.SAVES * round(longest_s + 1)
     remedy = f"write slurm.signal_lead_s: {lead_s}, and a time limit of at least twice that"
     yield Finding(Level.ERROR, "slurm.signal-lead", label, source, effect, remedy)
 
@@ -198,7 +190,7 @@ def preempt_mode(subject: Subject) -> Iterator[Finding]:
         source = f"scontrol show partition {partition.name}"
         label = f"partition {partition.name}: PreemptMode = {mode}"
         if mode.startswith("CANCEL"):
-            fits = _grace_s(partition, subject.facts) >= save_window.needed_s(subject.save_s)
+            fits = _grace_s(partition, subject.facts) >= options.needed_s(subject.save_s)
             yield Finding(
                 Level.WARNING if fits else subject.level_of(partition),
                 "slurm.preempt-mode",
@@ -225,14 +217,13 @@ def preempt_mode(subject: Subject) -> Iterator[Finding]:
 
 def grace(subject: Subject) -> Iterator[Finding]:
     """GraceTime of each partition whose jobs can be preempted."""
-    needed_s = save_window.needed_s(subject.save_s)
+    needed_s = options.needed_s(subject.save_s)
     for partition, _ in _preemptable(subject.facts):
         source = f"scontrol show partition {partition.name}"
         grace_s = _grace_s(partition, subject.facts)
         is_measured = subject.longest_save_s is not None
-        save = (
-            f"the longest save so far took {subject.save_s:.1f} s" if is_measured else "a save may take 10 s"
-        )
+        save = f"the longest save so far took {subject.save_s:.1f} s"
+        save = save if is_measured else "a save may take 10 s"
         setting = partition.values.get("GraceTime", "0")
         label = f"partition {partition.name}: GraceTime = {setting} s"
         label += f", so KillWait's {grace_s} s count" if setting == "0" else ""
@@ -309,7 +300,7 @@ def _preemptable(facts: ClusterFacts) -> Iterator[tuple[Partition, str]]:
     """Yield each partition whose jobs another one preempts, and its PreemptMode."""
     for partition in facts.partitions:
         mode = partition.values.get("PreemptMode") or facts.config.get("PreemptMode", "OFF")
-        if save_window.grace_s_of(partition.values, facts.config) is None:
+        if options.grace_s_of(partition.values, facts.config) is None:
             continue
         higher = [candidate for candidate in facts.partitions if _tier(candidate) > _tier(partition)]
         nodes = _names(facts, partition)
@@ -327,7 +318,7 @@ def _tier(partition: Partition) -> int:
 
 
 def _grace_s(partition: Partition, facts: ClusterFacts) -> int:
-    return save_window.grace_s_of(partition.values, facts.config) or 0
+    return options.grace_s_of(partition.values, facts.config) or 0
 
 
 def _contains(text: str, code: int) -> bool:

@@ -235,11 +235,8 @@ def _chosen(facts: ClusterFacts, name: str | None) -> Partition | None:
         return partition
     possible = [candidate for candidate in facts.partitions if candidate.is_up]
     possible.sort(key=lambda candidate: not candidate.is_default)
-    with_gpus = [
-        candidate
-        for candidate in possible
-        if _gpus([node.node for node in facts.nodes_of(candidate.name)])[1]
-    ]
+    nodes = [[node.node for node in facts.nodes_of(candidate.name)] for candidate in possible]
+    with_gpus = [candidate for candidate, of_it in zip(possible, nodes, strict=True) if _gpus(of_it)[1]]
     return next(iter([*with_gpus, *possible]), None)
 
 
@@ -360,9 +357,8 @@ class Allocation:
             key = "slurm.cpus_per_gpu" if slurm.cpus_per_gpu else "slurm.ranks_per_node"
             ranks = counted(ranks_on_each_node(slurm), "rank")
             message = f"{ranks} per node need {cores} cores, job {job} has {least.cpus}"
-            problems.append(
-                KeyProblem(key, message, f"write less, or allocate more cores: salloc -c {cores}")
-            )
+            remedy = f"write less, or allocate more cores: salloc -c {cores}"
+            problems.append(KeyProblem(key, message, remedy))
         if slurm.mem_gb is not None and 0 < least.mem_mb < slurm.mem_gb * 1024:
             message = f"{slurm.mem_gb} exceeds the {least.mem_mb / 1024:.1f} GB per node of job {job}"
             remedy = f"write less, or allocate more: salloc --mem={slurm.mem_gb}G"

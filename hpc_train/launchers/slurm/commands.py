@@ -191,9 +191,8 @@ def cluster_name() -> str | None:
 
 @cache
 def _cluster_name() -> str:
-    names = set(
-        re.findall(r"^ClusterName\s*=\s*(\S+)", run(["scontrol", "show", "config"], limit_s=30.0), re.M)
-    )
+    shown = run(["scontrol", "show", "config"], limit_s=30.0)
+    names = set(re.findall(r"^ClusterName\s*=\s*(\S+)", shown, re.M))
     if len(names) != 1 or "(null)" in names:  # none, or several clusters in SLURM_CLUSTERS
         raise NoAnswerError("`scontrol show config` names no cluster, or several")
     return str(names.pop()).lower()
@@ -218,27 +217,20 @@ def fields(line: str) -> dict[str, str]:
 
 
 def job_line(shown: str) -> str:
-    """Return the line of ``scontrol --oneliner show job`` on the first job; empty if there is none.
-
-    A wrapper's banner may come before or after it.
-    """
+    """Return the line of ``scontrol --oneliner show job`` on the first job, without banners; or empty."""
     lines = (line.strip() for line in shown.splitlines())
     return next((line for line in lines if line.startswith("JobId=")), "")
 
 
 def own_jobs() -> list[tuple[str, str]]:
-    """Return (job, script) of this user's jobs that wait or run; the script as passed to sbatch.
-
-    An array is listed once, by its number, independent of its tasks' states.
-    """
+    """Return (job, script) of this user's jobs that wait or run; an array is listed once, by its number."""
     output = run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o"], retry=True)
     pairs = dict.fromkeys(tuple(line.split("|", 1)) for line in output.splitlines() if "|" in line)
     return [(job, script) for job, script in pairs if job.isdigit()]
 
 
 MAX_AGE_S = 10.0
-#: How long to wait for another command's query, since Slurm may be slow; after that each command queries
-#: itself.
+#: How long to wait for another command's query; after that each command queries itself.
 _LOCK_LIMIT_S = 90.0
 
 #: If the cache folder can't be written, only this process shares its answers.

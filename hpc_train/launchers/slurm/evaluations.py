@@ -11,11 +11,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.batch_job import BatchJob, say
+from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.trust import check_own
@@ -88,6 +90,21 @@ def end_attempt(job: BatchJob, environ: Mapping[str, str]) -> None:
         submit(job, environ)
     except (HpcTrainError, OSError) as error:
         say(f"evaluations: {error}")
+
+
+def note_end(paths: RunPaths, step: int, job: JobState | None) -> None:
+    """Record that an evaluation has failed if its job has ended and left no result.
+
+    For a run that has ended: while it trains, its batch script submits another job.
+    """
+    if job is None or not job.is_over or job.has_just_ended or job.may_reappear:
+        return
+    if step not in evaluation_jobs.unfinished(paths):  # its result has come meanwhile
+        return
+    is_own = job.name in {job_name(paths, step), None}
+    how = "it is no longer in the queue" if job.state == FORGOTTEN or not is_own else job.state
+    with suppress(OSError):  # another user's run, or a full disk: it is recorded another time
+        evaluation_jobs.note_failure(paths, step, f"job {job.job} ended without a result: {how}")
 
 
 def cancel(runs: Sequence[RunPaths]) -> None:

@@ -8,19 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import ExitCode
+from hpc_train.recovery import diagnosis
 from hpc_train.recovery.budgets import Decision
-from hpc_train.recovery.diagnosis import (
-    BY_HAND,
-    FOLLOWED,
-    Evidence,
-    SilentEnd,
-    Stop,
-    diagnose,
-    exit_code_of_user_error,
-    first_cause,
-    one_line,
-    stop_reason,
-)
 from hpc_train.run.run_status import INTERRUPTED
 
 #: srun's exit codes if it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
@@ -41,7 +30,7 @@ MORE_MEMORY = "ask for more slurm.mem_gb"
 
 
 @dataclass(frozen=True)
-class Facts(Evidence):
+class Facts(diagnosis.Evidence):
     """The facts about an attempt once srun has returned; ``evidence`` adds those that follow from these."""
 
     srun_code: int = 0
@@ -74,7 +63,7 @@ class Diagnosis:
 
     def decided(self, decision: Decision) -> Diagnosis:
         """Return the diagnosis of a run to requeue after the decision about its budget."""
-        reason = one_line(decision.reason)
+        reason = diagnosis.one_line(decision.reason)
         if decision.comes_back:
             return replace(self, reason=reason)
         return replace(self, reason=reason, state="failed", exit_code=ExitCode.FAILED)
@@ -85,38 +74,38 @@ def judge(facts: Facts) -> Diagnosis:
     # srun has the exit codes of ranks whose disk was too full to record them.
     full = {end.rank: int(ExitCode.IO) for end in _task_ends(facts.output) if end.exit_code == ExitCode.IO}
     facts = replace(facts, codes={**full, **facts.codes})
-    diagnosis = diagnose(evidence(facts))
+    verdict = diagnosis.diagnose(evidence(facts))
     ends = {
         "completed": ("completed", ExitCode.DONE),
         "cancelled": ("cancelled", ExitCode.FAILED),
         "diverged": ("failed", ExitCode.FAILED),
     }
-    state, code = ends.get(diagnosis.cause, ("requeued", ExitCode.TRY_AGAIN))
-    if diagnosis.cause == "user error":
-        state, code = "failed", exit_code_of_user_error(diagnosis, facts.codes)
-    return Diagnosis(diagnosis.cause, state, diagnosis.reason, code, diagnosis.bad_nodes)
+    state, code = ends.get(verdict.cause, ("requeued", ExitCode.TRY_AGAIN))
+    if verdict.cause == "user error":
+        state, code = "failed", diagnosis.exit_code_of_user_error(verdict, facts.codes)
+    return Diagnosis(verdict.cause, state, verdict.reason, code, verdict.bad_nodes)
 
 
-def stopped(diagnosis: Diagnosis, facts: Facts, stop: Stop | None) -> Diagnosis:
+def stopped(verdict: Diagnosis, facts: Facts, stop: diagnosis.Stop | None) -> Diagnosis:
     """Return the diagnosis of a run that was asked to stop in the user's own allocation; None: it was not.
 
     An error of a rank remains the reason; ranks that were killed because they did not end in time have none.
     """
-    own_errors = [rank for rank in facts.errors if facts.codes.get(rank) not in FOLLOWED]
-    if stop is None or own_errors or diagnosis.state != "requeued" or diagnosis.cause in {"hang", "bad node"}:
-        return diagnosis
-    return Diagnosis(stop.cause, "requeued", stop_reason(stop, facts.step), ExitCode.TRY_AGAIN)
+    own_errors = [rank for rank in facts.errors if facts.codes.get(rank) not in diagnosis.FOLLOWED]
+    if stop is None or own_errors or verdict.state != "requeued" or verdict.cause in {"hang", "bad node"}:
+        return verdict
+    return Diagnosis(stop.cause, "requeued", diagnosis.stop_reason(stop, facts.step), ExitCode.TRY_AGAIN)
 
 
-def in_allocation(diagnosis: Diagnosis, run: str) -> Diagnosis:
+def in_allocation(verdict: Diagnosis, run: str) -> Diagnosis:
     """Return the diagnosis of a run that would be requeued, but is in the user's own allocation."""
-    if diagnosis.state != "requeued":
-        return diagnosis
+    if verdict.state != "requeued":
+        return verdict
     resume = f"`hpc-train resume {run} --here` continues it in an allocation, without --here it is queued"
-    return replace(diagnosis, state=INTERRUPTED, reason=one_line(f"{diagnosis.reason}; {resume}"))
+    return replace(verdict, state=INTERRUPTED, reason=diagnosis.one_line(f"{verdict.reason}; {resume}"))
 
 
-def evidence(facts: Facts) -> Evidence:
+def evidence(facts: Facts) -> diagnosis.Evidence:
     """Return the facts with those that the output of the batch script shows."""
     complaints = _COMPLAINT.findall(facts.output)
     srun_end = f"srun: exit code {facts.srun_code}"
@@ -134,20 +123,20 @@ def evidence(facts: Facts) -> Evidence:
     )
 
 
-def stop_by(name: str | None, output: str = "", *, is_early: bool = False) -> Stop:
+def stop_by(name: str | None, output: str = "", *, is_early: bool = False) -> diagnosis.Stop:
     """Return the reason for a stop by this signal: SIGUSR2 is the warning before the time limit.
 
     ``output``: of the batch script, where slurmstepd names the reason for a kill.
     """
     if _REQUEUED.search(output):
-        return BY_HAND
-    return Stop("time limit" if name == "SIGUSR2" and not is_early else "preemption")
+        return diagnosis.BY_HAND
+    return diagnosis.Stop("time limit" if name == "SIGUSR2" and not is_early else "preemption")
 
 
-def noted_stop(name: str | None, output: str) -> Stop | None:
+def noted_stop(name: str | None, output: str) -> diagnosis.Stop | None:
     """Return ``stop_by`` of an attempt that its batch script did not diagnose; None if nobody stopped it."""
     stop = stop_by(name, output)
-    return stop if name or stop == BY_HAND else None
+    return stop if name or stop == diagnosis.BY_HAND else None
 
 
 def _agreed_to_stop(facts: Facts) -> bool:
@@ -159,7 +148,7 @@ def _agreed_to_stop(facts: Facts) -> bool:
     return ExitCode.TRY_AGAIN in {*facts.codes.values(), *reported}
 
 
-def _silent_end(facts: Facts) -> SilentEnd | None:
+def _silent_end(facts: Facts) -> diagnosis.SilentEnd | None:
     """Return srun's report of a task that wrote no error itself: killed, for example."""
     # The end of a rank that lost a peer may be reported before the peer's.
     ends = [
@@ -168,11 +157,13 @@ def _silent_end(facts: Facts) -> SilentEnd | None:
         if end.exit_code != ExitCode.PEER_LOST
         if (cleaned := end.without_followers(facts.logs)) is not None
     ]
-    silent = [end for end in ends if end.signal not in _STOP_SIGNALS and end.exit_code not in FOLLOWED]
+    silent = [
+        end for end in ends if end.signal not in _STOP_SIGNALS and end.exit_code not in diagnosis.FOLLOWED
+    ]
     # Once ranks exit on a stop request, srun kills the slow ones.
     if _agreed_to_stop(facts) and silent and silent[0] is not ends[0]:
         return None
-    return first_cause(silent, facts.logs)
+    return diagnosis.first_cause(silent, facts.logs)
 
 
 def reported_ranks(output: str) -> list[int]:
@@ -180,14 +171,14 @@ def reported_ranks(output: str) -> list[int]:
     return [rank for end in _task_ends(output) for rank in end.all_ranks]
 
 
-def _task_ends(output: str) -> list[SilentEnd]:
+def _task_ends(output: str) -> list[diagnosis.SilentEnd]:
     return [_task_end(match, output) for match in _TASK_END.finditer(output)]
 
 
-def _task_end(match: re.Match[str], output: str) -> SilentEnd:
+def _task_end(match: re.Match[str], output: str) -> diagnosis.SilentEnd:
     how = match["how"].partition(" (core dumped)")[0]
     code = _EXIT_CODE.match(how)
-    return SilentEnd(
+    return diagnosis.SilentEnd(
         match["tasks"],
         match["node"],
         signal=_SIGNALS.get(how),

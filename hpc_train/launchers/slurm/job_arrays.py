@@ -17,16 +17,7 @@ from pathlib import Path
 from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, counted
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
-from hpc_train.launchers.slurm import (
-    commands,
-    job_refusals,
-    options,
-    profiles,
-    queue,
-    save_window,
-    sbatch,
-    script,
-)
+from hpc_train.launchers.slurm import commands, job_refusals, options, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.submission import Batch, Sharing, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
@@ -235,14 +226,10 @@ def array_limit() -> int:
 def _prepared(folder: ExperimentPaths, runs: list[StartRequest]) -> _Job:
     paths = steps.new_paths(folder)
     slurm = runs[0].experiment.slurm
-    record = steps.prepare(
-        paths,
-        [run.paths for run in runs],
-        _possible_batch(paths, runs),
-        max_parallel=_throttle(runs),
-        stays_held=bool(slurm and slurm.extra.get("hold")),
-        cluster=commands.cluster_name(),
-    )
+    batch, cluster = _possible_batch(paths, runs), commands.cluster_name()
+    held, throttle = bool(slurm and slurm.extra.get("hold")), _throttle(runs)
+    all_paths = [run.paths for run in runs]
+    record = steps.prepare(paths, all_paths, batch, max_parallel=throttle, stays_held=held, cluster=cluster)
     return _Job(paths, record, runs)
 
 
@@ -391,11 +378,10 @@ def _short_times(job: _Job) -> list[str]:
     run = job.runs[0]
     assert run.experiment.slurm is not None
     profile = _profile(run.experiment.slurm.profile, run.problem)
-    return save_window.warnings(profile.applied(run.experiment), run.paths.siblings)
+    return options.save_warnings(profile.applied(run.experiment), run.paths.siblings)
 
 
 def _description(record: Submission) -> str:
-    """Return ``job 12: an array of 6 runs, 2 at a time``."""
     count = len(record.runs)
     if count == 1:
         return f"job {record.job_id}: run {record.runs[0]}"
@@ -423,11 +409,8 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
             continue
         if stage_order.former(run.paths) is not None:  # it may have failed: `resume` submits this again
             reasons = reasons - {"DependencyNeverSatisfied"}
-        problems = [
-            problem
-            for reason in sorted(reasons)
-            for problem in job_refusals.never_starts(reason, run.experiment)
-        ]
+        refusals = [job_refusals.never_starts(reason, run.experiment) for reason in sorted(reasons)]
+        problems = [problem for of_reason in refusals for problem in of_reason]
         if problems:
             lines_by_job[job_id] = _lines(run, problems)
         elif shared := sorted(filter(queue.is_shared_limit, reasons)):
@@ -436,7 +419,6 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
 
 
 def _pending_reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
-    """Return why the jobs wait, once Slurm has evaluated them, or after a while."""
     reasons_by_job: dict[str, set[str]] = {}
     for look in range(_REASON_LOOKS if job_ids else 0):
         time.sleep(_REASON_PAUSE_S * (look > 0))

@@ -310,7 +310,6 @@ def too_many_slots(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem
 
 
 def _room(slurm: SlurmConfig, node: Node) -> int:
-    """Return the number of runs for which a node has the cores, the GPUs and the memory."""
     room = [node.cpus // cpus_per_node(slurm)]
     if slurm.gpus_per_node:
         gpus = node.gpus.get((slurm.gpu_type or "").lower()) or sum(node.gpus.values())
@@ -326,10 +325,8 @@ def _node_counts(slurm: SlurmConfig, limits: dict[str, str]) -> Iterator[KeyProb
         message = f"{slurm.nodes}, but a job in partition {name} gets at most {most} (MaxNodes)"
         yield KeyProblem("slurm.nodes", message, f"write at most {most}, or another partition")
     elif most.isdecimal() and requested_nodes(slurm) > int(most):
-        message = (
-            f"{requested_nodes(slurm)} nodes with the spare ones, but a job in partition {name} gets at "
-        )
-        message += f"most {most} (MaxNodes)"
+        label = f"{requested_nodes(slurm)} nodes with the spare ones"
+        message = f"{label}, but a job in partition {name} gets at most {most} (MaxNodes)"
         yield KeyProblem("slurm.spare_nodes", message, f"write at most {int(most) - min_nodes(slurm)}")
     if fewest.isdecimal() and max_nodes(slurm) + slurm.spare_nodes < int(fewest):
         message = f"{slurm.nodes}, but a job in partition {name} needs at least {fewest} (MinNodes)"
@@ -390,9 +387,8 @@ def advice(message: str, experiment: Job) -> Advice:
         if not options and re.search(pattern, message, re.IGNORECASE):
             missing = key == "slurm.time_limit" and _value(key, experiment) is None
             return Advice(key, "write one; the file has none" if missing else remedy)
-    options = options or [
-        option for pattern, option in _SUBJECTS if re.search(pattern, message, re.IGNORECASE)
-    ]
+    subjects = (option for pattern, option in _SUBJECTS if re.search(pattern, message, re.IGNORECASE))
+    options = options or list(subjects)
     if not set(options).isdisjoint(MEMORY_SHARES):
         share = next(option for option in options if option in MEMORY_SHARES)
         return Advice(

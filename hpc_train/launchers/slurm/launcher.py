@@ -6,19 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hpc_train.errors import ExitCode
-from hpc_train.launchers.base import (
-    CheckRequest,
-    Finding,
-    JobForecast,
-    JobSection,
-    JobUsage,
-    KeyProblem,
-    Ranks,
-    StartRequest,
-)
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.launchers import base
+from hpc_train.launchers.base import CheckRequest, KeyProblem, Ranks, StartRequest
 from hpc_train.launchers.slurm import queue_status, scancel, submission
-from hpc_train.launchers.slurm.commands import MAX_AGE_S
+from hpc_train.launchers.slurm.commands import MAX_AGE_S, RefusedError
 from hpc_train.launchers.slurm.queue_status import SlurmBase
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
@@ -35,7 +27,8 @@ _NO_SECTION = KeyProblem(
 
 class SlurmLauncher(SlurmBase):
     """A ``Launcher`` over sbatch, squeue, scontrol and sacct; also a ``ClusterLauncher``, a
-    ``ForecastLauncher``, an ``AccountingLauncher``, a ``MultiClusterLauncher`` and a ``SharingLauncher``.
+    ``ForecastLauncher``, an ``AccountingLauncher``, a ``MultiClusterLauncher``, a ``SharingLauncher`` and an
+    ``ArrayLauncher``.
     """
 
     title, is_queue = "Slurm", True
@@ -98,25 +91,25 @@ class SlurmLauncher(SlurmBase):
         """Return the cluster of the active run's job, if it is not the cluster reached from here."""
         return queue_status.other_cluster(paths)
 
-    def checks(self, request: CheckRequest) -> list[Finding]:
+    def checks(self, request: CheckRequest) -> list[base.Finding]:
         """Check the cluster's configuration and, with a file, its request."""
         from hpc_train.launchers.slurm import cluster_checks
 
         return cluster_checks.check(request)
 
-    def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+    def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[base.Finding]:
         """Run a small job on each node, or on any one. Raises OSError if runs can't be written."""
         from hpc_train.launchers.slurm import check_job
 
         return check_job.check_nodes(request.experiment, nodes, limit_s)
 
-    def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
+    def job_section(self, queue: str | None, gpus_per_node: int | None) -> base.JobSection:
         """Return the section ``slurm`` for one node of the partition ``queue``, or of the best one."""
         from hpc_train.launchers.slurm import cluster_facts
 
         return cluster_facts.job_section(cluster_facts.read(), queue, gpus_per_node)
 
-    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[base.JobForecast]:
         """Query ``sbatch --test-only``; empty if Slurm is not installed."""
         from hpc_train.launchers.slurm import job_arrays
 
@@ -128,7 +121,25 @@ class SlurmLauncher(SlurmBase):
 
         return job_arrays.shared_jobs(runs)
 
-    def job_usage(self, paths: RunPaths) -> JobUsage | None:
+    def submit_array(self, array: base.JobArray) -> str:
+        """Submit the array with the request of the section ``slurm``, for one node per job."""
+        from hpc_train.launchers.slurm import job_refusals, sbatch, script
+
+        try:
+            return sbatch.submitted_array(array, script.array_script(array))
+        except RefusedError as error:
+            problems = job_refusals.refused(error.words, array.experiment, array.count)
+            raise BadFileError([f"{p.key}: {p.message}; {p.remedy}" for p in problems]) from None
+
+    def ended_jobs(self, job: str, numbers: Sequence[int]) -> dict[int, str]:
+        """Query squeue and sacct for the array's jobs."""
+        from hpc_train.launchers.slurm import queue
+
+        states = queue.ask([(f"{job}_{number}", None) for number in numbers])
+        by_number = {number: states.get((f"{job}_{number}", None)) for number in numbers}
+        return {number: state.state for number, state in by_number.items() if state and state.is_over}
+
+    def job_usage(self, paths: RunPaths) -> base.JobUsage | None:
         """Query ``sacct`` for all jobs of the run."""
         from hpc_train.launchers.slurm import accounting
 

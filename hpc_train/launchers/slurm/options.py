@@ -1,4 +1,5 @@
-"""Converts the section ``slurm`` to the options of one job, for submitit, and to what its ranks get.
+"""Converts the section ``slurm`` to the options of one job, for submitit, and to what its ranks get; warns if
+a save does not fit between Slurm's signal and the kill.
 
 All values were checked when the file was read; values for ``#SBATCH`` lines are checked here again, since a
 line break there would run as a command.
@@ -12,22 +13,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, NoSchedulerError
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import is_clean, shown
 from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
 from hpc_train.experiment.topology.degrees import Ranks
-from hpc_train.experiment.validate.slurm_rules import (
-    MEMORY_SHARES,
-    OWNED,
-    max_nodes,
-    min_nodes,
-    ranks_on_each_node,
-    requested_nodes,
-    sbatch_option,
-)
+from hpc_train.experiment.validate import slurm_rules
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node, sbatch_option
 from hpc_train.experiment.workload import workload_of
+from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
 from hpc_train.run.attempts import read_record
@@ -74,7 +69,7 @@ def sbatch_parameters(
             "job_name": experiment.name,
             "partition": slurm.partition,
             # submitit gets the lower end of a range, since it multiplies; sbatch gets the range below.
-            "nodes": requested_nodes(slurm),
+            "nodes": slurm_rules.requested_nodes(slurm),
             "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_on_each_node(slurm),
             "cpus_per_task": cpus,
             "mem": None if slurm.mem_gb is None else f"{slurm.mem_gb}G",
@@ -116,18 +111,30 @@ def of_slots(experiment: Job, slots: int) -> Job:
 
 def of_evaluation(experiment: Experiment) -> Experiment:
     """Return the experiment with the request of a job that evaluates one checkpoint: that of one rank."""
+    job = of_one_node(experiment, 1)
+    assert job.slurm is not None
+    longest = min(EVALUATION_LIMIT_MIN, job.slurm.time_limit or EVALUATION_LIMIT_MIN)
+    changed = {"time_limit": experiment.evaluation.job_time_limit or longest}
+    return job.model_copy(update={"slurm": job.slurm.model_copy(update=changed)})
+
+
+def of_one_node(experiment: Experiment, ranks: int) -> Experiment:
+    """Return the experiment with the request of a job on one node that runs a command with these ranks.
+
+    With GPUs at most those of a node of the run; without, their cores may be those of several.
+    """
     slurm = experiment.slurm
     assert slurm is not None
-    longest = min(EVALUATION_LIMIT_MIN, slurm.time_limit or EVALUATION_LIMIT_MIN)
+    per_node = ranks_on_each_node(slurm)
+    ranks = min(ranks, per_node) if slurm.gpus_per_node else ranks
     of_run = {"hold", "exclusive"}
     changed = {
         "nodes": 1,
         "spare_nodes": 0,
-        "ranks_per_node": 1,
-        "gpus_per_node": min(1, slurm.gpus_per_node),
+        "ranks_per_node": ranks,
+        "gpus_per_node": -(-slurm.gpus_per_node * ranks // per_node),
         "cpus_per_gpu": cpus_per_rank(slurm),
-        "mem_gb": slurm.mem_gb and -(-slurm.mem_gb // ranks_on_each_node(slurm)),
-        "time_limit": experiment.evaluation.job_time_limit or longest,
+        "mem_gb": slurm.mem_gb and -(-slurm.mem_gb * ranks // per_node),
         "signal_lead_s": None,
         "dependency": None,
         "mail": None,
@@ -234,8 +241,7 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     cores = {}
     if isinstance(slurm.nodes, str):
         fixed["nodes"] = slurm.nodes
-        # With tasks per node a job has the tasks of the minimum nodes, and gets no more nodes than tasks
-        # (22.05).
+        # With tasks per node a job has the tasks of the minimum nodes, and no more nodes than tasks (22.05).
         cores["mincpus"] = ranks_on_each_node(slurm) * (cpus_per_rank(slurm) or 1)
     # Limits of the login shell, such as minutes of CPU time, are not meant for jobs: the node's own apply.
     more = {"propagate": "NONE"} | cores
@@ -248,7 +254,7 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     if slurm.gpus_per_node and profile.gpus == "gres" and "gres" in more:
         more["gres"] = f"{_gpus(slurm, profile)['gres']},{more['gres']}"
     _refuse_unsafe(fixed | more)
-    if taken := [key for key in more if sbatch_option(key) in OWNED]:
+    if taken := [key for key in more if sbatch_option(key) in slurm_rules.OWNED]:
         raise BadFileError(f"slurm.extra.{taken[0]}: belongs to hpc-train; take it out")
     # submitit's own signal line follows an environment variable.
     fixed |= {"requeue": True, "signal": f"USR2@{lead_s}"}
@@ -270,11 +276,8 @@ def saves_s(folder: ExperimentPaths) -> list[float]:
     if not folder.folder.is_dir():
         return []
     runs = (RunPaths(path) for path in folder.folder.iterdir() if path.name[:1] != "." and path.is_dir())
-    records = (
-        read_record(attempt)
-        for run in islice(runs, _RUNS_LOOKED_AT)
-        for attempt in run.attempt_folders()[-3:]
-    )
+    folders = (folder for run in islice(runs, _RUNS_LOOKED_AT) for folder in run.attempt_folders()[-3:])
+    records = map(read_record, folders)
     return [record.save_s for record in records if record is not None and record.save_s is not None]
 
 
@@ -284,7 +287,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 def ranks(slurm: SlurmConfig) -> Ranks:
     """Return the ranks of a run with this section."""
-    per_node, nodes = ranks_on_each_node(slurm), max_nodes(slurm)
+    per_node, nodes = ranks_on_each_node(slurm), slurm_rules.max_nodes(slurm)
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
     occupied = nodes + slurm.spare_nodes
     gpus = occupied * slurm.gpus_per_node / slurm.runs_per_gpu
@@ -292,7 +295,7 @@ def ranks(slurm: SlurmConfig) -> Ranks:
     return Ranks(
         most=nodes * per_node,
         per_node=per_node,
-        fewest=min_nodes(slurm) * per_node,
+        fewest=slurm_rules.min_nodes(slurm) * per_node,
         gpu_hours=gpu_hours if gpus else 0.0,
         gpus=gpus,
         cores=occupied * cpus_per_node(slurm),
@@ -322,10 +325,76 @@ def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
             count = slurm.runs_per_gpu
             shown = name if count == 1 else f"1/{count} of {name}"
             return Device(shown, is_gpu=True, memory_bytes=int(gib * _GIB) // count)
-    why = (
-        "the file names no type of GPU"
-        if slurm.gpu_type is None
-        else f"no GPU of type {slurm.gpu_type} is known"
-    )
+    why = f"no GPU of type {slurm.gpu_type} is known" if slurm.gpu_type else "the file names no type of GPU"
     remedy = f"{why}; write slurm.gpu_type, like a100_80gb"
     return Device(slurm.gpu_type or "a GPU", is_gpu=True, memory_bytes=None, remedy=remedy)
+
+
+#: From the signal to the end of the current step. Assumed; longer steps need more.
+STEP_RESERVE_S = 5
+SAVES = 3
+
+
+def save_warnings(experiment: Job, folder: ExperimentPaths) -> list[str]:
+    """Return warnings about saves that took longer than the available time; needs the profile's settings."""
+    saves = saves_s(folder)
+    if experiment.slurm is None or not saves:
+        return []
+    longest_s = max(saves)
+    by_partition = [_preemption(name, longest_s) for name in (experiment.slurm.partition or "").split(",")]
+    return [warning for warning in (*by_partition, _time_limit(experiment, folder, longest_s)) if warning]
+
+
+def _preemption(partition: str, longest_s: float) -> str | None:
+    try:
+        name, grace_s = preemption_grace(partition)
+    except (NoSchedulerError, commands.RefusedError):
+        return None  # the job is submitted nevertheless
+    if grace_s is None or grace_s >= needed_s(longest_s):
+        return None
+    return (
+        f"a job of partition {name} that is preempted has {grace_s} s, but the longest save so far took "
+        f"{longest_s:.1f} s; a step, and maybe another save, must end before. Else the last checkpoint is "
+        "what counts: write a smaller checkpoint.every_min"
+    )
+
+
+def needed_s(longest_s: float) -> float:
+    """Return how long a job needs from preemption's signal to its end, by its longest save."""
+    # A save under way is finished before the last one begins.
+    return 2 * longest_s + STEP_RESERVE_S
+
+
+def preemption_grace(partition: str) -> tuple[str, int | None]:
+    """Return the partition's name (empty: the default's) and the seconds from preemption to the kill.
+
+    None if its jobs are not preempted, or the partition does not determine the time.
+    """
+    values = commands.partition(partition)
+    return values.get("PartitionName", partition), grace_s_of(values, commands.config())
+
+
+def grace_s_of(partition: Mapping[str, str], config: Mapping[str, str]) -> int | None:
+    """Return ``preemption_grace``'s seconds from the settings of the partition and of Slurm."""
+    mode = partition.get("PreemptMode") or config.get("PreemptMode", "OFF")
+    if config.get("PreemptType", "preempt/none") != "preempt/partition_prio" or mode.startswith("OFF"):
+        return None
+    # Without a grace SIGTERM is followed by SIGKILL as at scancel.
+    return _seconds(partition.get("GraceTime")) or _seconds(config.get("KillWait"))
+
+
+def _seconds(text: str | None) -> int | None:
+    number = (text or "").split()[:1]
+    return int(number[0]) if number and number[0].isdecimal() else None
+
+
+def _time_limit(experiment: Job, folder: ExperimentPaths, longest_s: float) -> str | None:
+    slurm, lead = experiment.slurm, lead_s(experiment, folder)
+    assert slurm is not None
+    if lead >= SAVES * longest_s:
+        return None
+    key = "slurm.time_limit" if slurm.signal_lead_s is None else "slurm.signal_lead_s"
+    return (
+        f"the last save begins {lead} s before the time limit, but the longest so far took "
+        f"{longest_s:.1f} s; raise {key}, so that three fit in"
+    )

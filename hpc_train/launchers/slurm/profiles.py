@@ -24,12 +24,7 @@ from hpc_train.experiment.config.keys import as_mapping, child, value_at
 from hpc_train.experiment.config.marked_yaml import EMPTY, MAX_BYTES, read_document
 from hpc_train.experiment.config.problems import KeyPath, Problem, Source, is_clean, shown
 from hpc_train.experiment.config.schema import Job, SlurmConfig
-from hpc_train.experiment.validate.slurm_rules import (
-    MEMORY_SHARES,
-    bad_option_values,
-    sbatch_option,
-    taken_options,
-)
+from hpc_train.experiment.validate import slurm_rules
 from hpc_train.registry import nearest, suggestion
 
 #: Keys of ``slurm:`` that a profile may fill in: they affect neither the number of ranks nor the training.
@@ -80,7 +75,7 @@ class Profile(Section):
         slurm = experiment.slurm
         assert slurm is not None
         defaults = {key: getattr(self.defaults, key) for key in DEFAULTS if getattr(slurm, key) is None}
-        if any(sbatch_option(key) in MEMORY_SHARES for key in slurm.extra):
+        if any(slurm_rules.sbatch_option(key) in slurm_rules.MEMORY_SHARES for key in slurm.extra):
             defaults.pop("mem_gb", None)
         return experiment.model_copy(update={"slurm": slurm.model_copy(update=defaults)})
 
@@ -112,10 +107,7 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
 
 
 def slurm_of(experiment: Job) -> SlurmConfig | None:
-    """Return the section ``slurm`` with its profile's defaults, None without the section.
-
-    As written if the profile can't be used: starting the run reports that.
-    """
+    """Return the section ``slurm`` with its profile's defaults, or as written if it is unusable; or None."""
     slurm = experiment.slurm
     if slurm is None:
         return None
@@ -127,9 +119,8 @@ def slurm_of(experiment: Job) -> SlurmConfig | None:
 
 def folders() -> list[Path]:
     """Return the folders of profiles: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the package's."""
-    from_environment = [
-        Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part
-    ]
+    parts = os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep)
+    from_environment = [Path(part) for part in parts if part]
     usual = [platformdirs.user_config_path("hpc-train") / "profiles", Path("/etc/hpc-train/profiles")]
     return [path.expanduser().absolute() for path in (*from_environment, *usual, TEMPLATES / "profiles")]
 
@@ -197,7 +188,6 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
 
 
 def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
-    """Return ``loc`` as far as the schema knows it, and its node."""
     path: KeyPath = ()
     node = schema
     for segment in loc:
@@ -216,8 +206,8 @@ def _contradictions(profile: Profile) -> Iterator[Problem]:
         if not _OPTION_NAME.fullmatch(key):
             message, remedy = "is no option of sbatch", "write a long name"
             yield Problem(("sbatch", key), message, remedy, on_key=True, code="profile.sbatch")
-    yield from taken_options(profile.sbatch, ("sbatch",))
-    yield from bad_option_values(profile.sbatch, ("sbatch",))
+    yield from slurm_rules.taken_options(profile.sbatch, ("sbatch",))
+    yield from slurm_rules.bad_option_values(profile.sbatch, ("sbatch",))
     unclean = "has a control character or line break"
     for name, value in profile.environment.items():
         path, code = ("environment", name), "profile.environment"

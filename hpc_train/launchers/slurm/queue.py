@@ -13,19 +13,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
 from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import commands
-from hpc_train.launchers.slurm.commands import (
-    MAX_AGE_S,
-    Answer,
-    NoAnswerError,
-    RefusedError,
-    cluster_name,
-    run,
-)
+from hpc_train.launchers.slurm.commands import Answer, RefusedError, run
 
 #: In the queue, on no node.
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -45,6 +38,12 @@ ELSEWHERE = "ELSEWHERE"
 JobKey: TypeAlias = tuple[str, str | None]
 #: Maximum calls of scontrol per query: it accepts one id per call.
 _SHOWN_MAX = 20
+#: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
+#: Slurm may be about to requeue the ended job. Assumed.
+_GRACE = timedelta(seconds=5)
+#: A job that Slurm does not know counts as ended if it is still unknown this much later: some sites answer
+#: squeue and scontrol from a cache of about half a minute. Assumed.
+SECOND_LOOK_S = 60.0
 #: How long a missed job is remembered until the next query.
 _MISSED_MAX_S = 86400.0
 #: For a status that a user waits for.
@@ -125,9 +124,19 @@ class JobState:
         """It has left its nodes and will not be started again."""
         return self.state in ENDED or self.state == FORGOTTEN
 
+    @property
+    def has_just_ended(self) -> bool:
+        """Whether it ended within the last seconds, by clocks that may differ by as much."""
+        return self.ended is not None and abs(datetime.now(UTC) - datetime.fromisoformat(self.ended)) < _GRACE
+
+    @property
+    def may_reappear(self) -> bool:
+        """Whether answers have lacked it for so short a time that it may not have ended."""
+        return self.missed_at is not None and time.time() - self.missed_at < SECOND_LOOK_S
+
 
 def ask(
-    keys: Iterable[JobKey], *, also: Iterable[JobKey] = (), max_age_s: float = MAX_AGE_S
+    keys: Iterable[JobKey], *, also: Iterable[JobKey] = (), max_age_s: float = commands.MAX_AGE_S
 ) -> dict[JobKey, JobState]:
     """Return the state of jobs; ``also``: jobs to include only if they wait or run, or have just ended.
 
@@ -149,7 +158,6 @@ def ask(
 
 
 def _here(keys: Iterable[JobKey], cluster: str | None) -> set[str]:
-    """Return the ids of the jobs that may be this cluster's."""
     return {job for job, home in keys if None in {home, cluster} or home == cluster}
 
 
@@ -161,7 +169,7 @@ def _state(key: JobKey, answer: Answer) -> JobState | None:
 
 
 def _ask(keys: set[JobKey], last: Answer | None) -> Answer:
-    now, cluster = time.time(), cluster_name()
+    now, cluster = time.time(), commands.cluster_name()
     missed: dict[str, float] = dict((last or {}).get("missed") or {})
     requested = _here(keys, cluster)
     try:
@@ -273,7 +281,7 @@ def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
         output = run(
             [*argv, f"--delimiter={_SEPARATOR}", f"--format={','.join(_SACCT_FIELDS)}"], limit_s=_LIMIT_S
         )
-    except NoAnswerError:
+    except commands.NoAnswerError:
         return {}, ids
     except (NoSchedulerError, RefusedError):
         return {}, set()  # a site without accounting
@@ -304,11 +312,8 @@ def _tasks(listed: str) -> list[str]:
     if match is None:
         return [listed]
     ranges = [part.partition("-") for part in match[2].split(",")]
-    return [
-        f"{match[1]}_{task}"
-        for first, _, last in ranges
-        for task in range(int(first), int(last or first) + 1)
-    ]
+    numbers = [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
+    return [f"{match[1]}_{number}" for number in numbers]
 
 
 def _time(text: str) -> str | None:
@@ -376,7 +381,6 @@ def waiting_words(job: JobState) -> str:
 
 
 def _local_time(utc: str | None) -> str | None:
-    """Return the local time, with the date if it is not today."""
     if utc is None:
         return None
     time = datetime.fromisoformat(utc).astimezone()

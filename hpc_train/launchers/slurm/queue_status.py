@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.base import Ranks
+from hpc_train.launchers.slurm import evaluations, queue
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
-from hpc_train.launchers.slurm.queue import (
-    ELSEWHERE,
-    FORGOTTEN,
-    RUNNING,
-    JobKey,
-    JobState,
-    ask,
-    waiting_words,
-)
+from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobKey, JobState
 from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
-from hpc_train.recovery.diagnosis import (
-    LESS_MEMORY,
-    Diagnosis,
-    JobEnd,
-    Stop,
-    diagnose_job,
-    diagnose_unexplained_job,
-    stop_reason,
-)
+from hpc_train.recovery.diagnosis import LESS_MEMORY, Diagnosis, Stop, diagnose_unexplained_job, stop_reason
 from hpc_train.recovery.history import diagnose_record, saved_step
-from hpc_train.run.attempts import (
-    AttemptRecord,
-    job_cluster,
-    job_ids,
-    newest_number,
-    noted_signal,
-    now,
-    write_record,
-)
+from hpc_train.run import attempts, evaluation_jobs
+from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
@@ -55,31 +31,29 @@ if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job
     from hpc_train.experiment.plan.devices import Device
 
-#: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
-#: Slurm may be about to requeue the ended job. Assumed.
-_GRACE = timedelta(seconds=5)
 #: The signal that Slurm reports for a batch script whose output file could not be opened (22.05).
 _NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
-#: A job that Slurm does not know counts as ended if it is still unknown this much later: some sites answer
-#: squeue and scontrol from a cache of about half a minute. Assumed.
-SECOND_LOOK_S = 60.0
 #: Four heartbeats: an attempt that wrote something since then is running, whatever Slurm's answer lacks.
 _ALIVE_S = 120.0
 
 #: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
 _SAVED_TOO_LATE = "TIMEOUT after a save"
-#: Slurm's state of a job that ended without a diagnosis in the folder → how it ended, and a remedy.
-_JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
-    "TIMEOUT": (JobEnd.TIME_LIMIT, "raise slurm.signal_lead_s"),
-    _SAVED_TOO_LATE: (JobEnd.SAVED_TOO_LATE, "raise slurm.signal_lead_s or slurm.time_limit"),
-    "DEADLINE": (JobEnd.DEADLINE, None),
-    "PREEMPTED": (JobEnd.PREEMPTED, None),
-    "OUT_OF_MEMORY": (JobEnd.OUT_OF_MEMORY, f"{MORE_MEMORY}; {LESS_MEMORY}"),
-    "NODE_FAIL": (JobEnd.NODE_FAILED, None),
-    "BOOT_FAIL": (JobEnd.NODE_NOT_STARTED, None),
-    FORGOTTEN: (JobEnd.FORGOTTEN, None),
+_TOO_LATE = (
+    "time limit reached: its ranks saved, but too late to be requeued; raise slurm.signal_lead_s or "
+    "slurm.time_limit"
+)
+#: Slurm's state of a job that ended without a diagnosis in the folder → cause and reason.
+_JOB_ENDS = {
+    "TIMEOUT": ("time limit", "time limit reached before a save was done; raise slurm.signal_lead_s"),
+    _SAVED_TOO_LATE: ("time limit", _TOO_LATE),
+    "DEADLINE": ("time limit", "the job's deadline has passed"),
+    "PREEMPTED": ("preemption", "preempted, and this site does not requeue what it preempts"),
+    "OUT_OF_MEMORY": ("crash", f"out of memory; {MORE_MEMORY}; {LESS_MEMORY}"),
+    "NODE_FAIL": ("lost", "a node failed, and Slurm did not requeue the job"),
+    "BOOT_FAIL": ("lost", "a node did not start"),
+    FORGOTTEN: ("lost", "the job is gone, and Slurm has forgotten how it ended"),
 }
 
 
@@ -111,10 +85,7 @@ class Folder:
 
     @property
     def may_return(self) -> bool:
-        """Whether the run's end was only inferred, not written by its batch script or a user.
-
-        Such an end is withdrawn if Slurm lists the job again.
-        """
+        """Whether the run's end was only inferred: it is withdrawn if Slurm lists the job again."""
         if self.status.state not in {"failed", "cancelled"} or self.is_cancelled or self.job is None:
             return False
         record = self.record
@@ -154,8 +125,8 @@ class Folder:
 def newest_key(paths: RunPaths, record: AttemptRecord | None) -> JobKey | None:
     """Return id and cluster of the run's newest job; ``record`` is of its newest attempt."""
     facts = run_facts(paths)
-    if ids := job_ids(facts):
-        return ids[-1], job_cluster(facts)
+    if ids := attempts.job_ids(facts):
+        return ids[-1], attempts.job_cluster(facts)
     return None if record is None or record.job is None else (record.job, record.cluster)
 
 
@@ -170,21 +141,32 @@ def other_cluster(paths: RunPaths) -> str | None:
 def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
     """Return the status of runs; ``status.json`` is corrected if Slurm reports an end or a requeue.
 
+    An evaluation whose job has ended without a result is recorded as failed once the run has ended, too.
+
     If Slurm does not answer, the folders' status is returned and this is printed, once; with ``max_age_s`` 0
     NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
+    evaluating = [
+        (folder.paths, step, (evaluation_jobs.job_ids(folder.paths, step)[-1], folder.cluster))
+        for folder in folders
+        if folder.status.state not in GOING_ON
+        for step in evaluation_jobs.submitted(folder.paths)
+    ]
     going_on = {folder.key for folder in folders if folder.key and folder.status.state in GOING_ON}
+    going_on |= {key for _, _, key in evaluating}
     ended = {folder.key for folder in folders if folder.key} - going_on
     jobs: dict[JobKey, JobState] = {}
     if going_on or max_age_s == 0 or any(folder.may_return for folder in folders):
         try:
-            jobs = ask(going_on, also=ended, max_age_s=max_age_s)
+            jobs = queue.ask(going_on, also=ended, max_age_s=max_age_s)
         except NoSchedulerError as error:
             if max_age_s == 0:
                 raise
             if going_on:
                 say(str(error), "  what follows is what the run folders say")
+    for paths, step, key in evaluating:
+        evaluations.note_end(paths, step, jobs.get(key))
     submissions = Submissions()
     return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
 
@@ -238,12 +220,12 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
         return status
     if folder.began_by(job):
         assert record is not None, "its job has begun it"
-        if job.state not in RUNNING:
+        if job.state not in queue.RUNNING:
             return status
         status = _correct(folder, replace(status, state="running", reason=None))
         with suppress(OSError):
             alive = replace(record, end=None, reason=None, cause=None, saved_step=None)
-            write_record(folder.paths.attempt(record.attempt), alive)
+            attempts.write_record(folder.paths.attempt(record.attempt), alive)
         return status
     if not job.is_waiting:
         return status
@@ -260,21 +242,18 @@ def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunSt
     elif job.reason == "JobHeldUser" and not submissions.are_released(folder.paths, job.job):
         reason = "held until its submission is complete; submit the file again if that was cut short"
     else:
-        reason = waiting_words(job)
+        reason = queue.waiting_words(job)
     return replace(status, reason=reason)
 
 
 def _starting(folder: Folder, job: JobState, submissions: Submissions) -> str:
-    """Return the reason of a run that has not begun in its running job."""
     if submissions.neighbors(folder.paths, job.job):
         return f"waits for a slot of job {job.job}"
     return f"starting on {job.nodes}" if job.nodes else "starting"
 
 
 def output_without_logs(paths: RunPaths) -> Path | None:
-    """Return the output file of the newest job's batch script, and print a note, if no rank has written a
-    log.
-    """
+    """Return the batch script's output file of the newest job, with a note, if no rank has a log."""
     record = newest_record(paths)
     job, _ = newest_key(paths, record) or (None, None)
     has_logs = paths.attempt(newest_number(paths)).files_of_ranks(".log")
@@ -289,13 +268,12 @@ def output_without_logs(paths: RunPaths) -> Path | None:
 def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     status = folder.status
     if status.state != "requeued":
-        status = _correct(
-            folder, replace(status, state="requeued", reason=_requeue_reason(folder, submissions))
-        )
+        reason = _requeue_reason(folder, submissions)
+        status = _correct(folder, replace(status, state="requeued", reason=reason))
     if status.state != "requeued":
         return status
     if job.is_waiting:
-        wait = waiting_words(job)
+        wait = queue.waiting_words(job)
     elif job.state == "COMPLETING":
         wait = "waits: its nodes are being cleared"
     else:
@@ -304,16 +282,14 @@ def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
 
 
 def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
-    """Return the reason if the batch script could not record it: by the attempt's record, or its ranks'
-    files.
-    """
+    """Return the reason that the batch script could not record: by the record, or the ranks' files."""
     if folder.status.state not in GOING_ON:
         return f"requeued by hand after {folder.status.reason or folder.status.state}"
     record = folder.record
     assert record is not None, "its job has begun it"
     if record.cause is not None:
         return record.reason or stop_reason(Stop(record.cause), folder.status.step)
-    signal = noted_signal(folder.paths.attempt(record.attempt))
+    signal = attempts.noted_signal(folder.paths.attempt(record.attempt))
     file = submissions.batch_output(folder.paths, str(record.job))
     output = ""
     if file is not None:
@@ -324,16 +300,12 @@ def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run whose job has ended or is unknown, if the folder has no end yet."""
-    if (
-        job.missed_at is not None
-        and not folder.is_cancelled
-        and not (time.time() - job.missed_at >= SECOND_LOOK_S and folder.is_silent())
-    ):
+    if job.missed_at is not None and not folder.is_cancelled and (job.may_reappear or not folder.is_silent()):
         text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
         )
         return replace(folder.status, reason="; ".join(filter(None, (folder.status.reason, text))))
-    if _has_just_ended(job):
+    if job.has_just_ended:
         return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
     if folder.is_cancelled:
         return end_cancelled(folder)
@@ -350,13 +322,6 @@ def end_cancelled(folder: Folder) -> RunStatus:
     return _end(folder, status, "cancelled")
 
 
-def _has_just_ended(job: JobState) -> bool:
-    """Return True if the job ended within the last seconds, by clocks that may differ by as much."""
-    if job.ended is None:
-        return False
-    return abs(datetime.now(UTC) - datetime.fromisoformat(job.ended)) < _GRACE
-
-
 def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagnosis:
     see = f"`hpc-train logs {run_name(folder.paths)}`"
     has_begun = folder.began_by(job)
@@ -370,8 +335,8 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
     has_saved = has_begun and folder.record is not None and "saved" in folder.record.events
     state = _SAVED_TOO_LATE if job.state == "TIMEOUT" and has_saved else job.state
     if state in _JOB_ENDS:
-        end, remedy = _JOB_ENDS[state]
-        return diagnose_job(job.job, end, "Slurm", remedy)
+        cause, reason = _JOB_ENDS[state]
+        return Diagnosis(cause, f"job {job.job}: {reason}")
     code, _, signal = (job.exit_code or "").partition(":")
     if signal == _NO_OUTPUT_FILE:
         where = f"{job.nodes or 'a node'} can't write into {folder.paths.siblings.submissions}"
@@ -383,7 +348,6 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
 
 
 def _exit_words(code: str, signal: str) -> str:
-    """Return how a batch script ended, as a suffix of a message."""
     if signal not in {"", "0"}:
         return f", signal {signal}"
     reason = ": its disk is full, or can't be written" if code == str(int(ExitCode.IO)) else ""
@@ -394,9 +358,9 @@ def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:
     corrected = _correct(folder, status)
     record = folder.record
     if corrected is status and record is not None and record.end is None and record.job == folder.job:
-        ended = replace(record, end=now(), reason=status.reason, cause=record.cause or cause)
+        ended = replace(record, end=attempts.now(), reason=status.reason, cause=record.cause or cause)
         with suppress(OSError):
-            write_record(folder.paths.attempt(record.attempt), ended)
+            attempts.write_record(folder.paths.attempt(record.attempt), ended)
     return corrected
 
 
@@ -426,7 +390,5 @@ class SlurmBase:
         return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
 
     def output(self, paths: RunPaths) -> Path | None:
-        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
-        log.
-        """
+        """Return the newest job's batch script output, with a note, if no rank has written a log."""
         return output_without_logs(paths)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc_train.console import say
 from hpc_train.errors import NoSchedulerError, shortened
+from hpc_train.launchers.base import JobArray
 from hpc_train.launchers.slurm import commands, script
 from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import SubmissionPaths
@@ -122,11 +123,20 @@ def sbatch(batch: Batch, runs: int = 1) -> str:
     return submitted_number(["--parsable", str(path)], environ)
 
 
-def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run sbatch with these arguments, which include ``--parsable``; return the job's number.
+def submitted_array(array: JobArray, text: str) -> str:
+    """Write the script of an array of jobs, which are numbered from 1, and submit it; return its number.
 
-    Other output of a site's wrapper or plug-in is ignored.
+    Raises NoSchedulerError without trying again: the array may be queued although sbatch has failed.
     """
+    path = array.folder / "batch.sh"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    arguments = ["--parsable", f"--array=1-{array.count}", str(path), str(array.run.folder.absolute())]
+    return submitted_number(arguments, script.job_environment({"additional_parameters": {}}, os.environ))
+
+
+def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run sbatch with these arguments, including ``--parsable``; return the job's number."""
     output = commands.run(["sbatch", *arguments], limit_s=_SBATCH_LIMIT_S, environ=environ)
     number = job_number(output)
     if number is None:
@@ -136,10 +146,7 @@ def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> st
 
 
 def job_number(output: str) -> str | None:
-    """Return the number in sbatch's own line; None without such a line, or if several differ.
-
-    Without a line break at its end a line may be incomplete.
-    """
+    """Return the number in sbatch's own complete line; None without one, or if several differ."""
     lines = [line.strip() for line in output.split("\n")[:-1]]
     for pattern in (_SENTENCE, _PARSABLE):
         numbers = {match[1] for line in lines if (match := pattern.fullmatch(line))}

@@ -95,9 +95,7 @@ def _end_jobs(folders: Sequence[Folder]) -> None:
     states = ended = _ask(folders)
     living = [folder for folder in folders if _is_living(folder, states)]
     # A run that has ended is not changed because the job continues with other runs.
-    living = [
-        folder for folder in living if folder.status.state in GOING_ON or not _has_active_neighbors(folder)
-    ]
+    living = [one for one in living if one.status.state in GOING_ON or not _has_active_neighbors(one)]
     for folder in living:
         with suppress(OSError):  # the disk is full, or can't be written
             mark_cancelled(folder.paths)
@@ -131,12 +129,8 @@ def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
 def _has_active_neighbors(folder: Folder) -> bool:
     """Return True if other runs share the run's job, and at least one of them is not cancelled."""
     neighbors = Submissions().neighbors(folder.paths, str(folder.job))
-    return any(
-        read_status(paths).state in GOING_ON
-        and not paths.cancelled.exists()
-        and Folder.read(paths).key == folder.key
-        for paths in neighbors
-    )
+    active = [one for one in neighbors if read_status(one).state in GOING_ON and not one.cancelled.exists()]
+    return any(Folder.read(paths).key == folder.key for paths in active)
 
 
 def _end_steps(shared: Sequence[Folder], states: Mapping[RunPaths, JobState]) -> list[Folder]:

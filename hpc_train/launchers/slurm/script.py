@@ -16,6 +16,7 @@ from hpc_train.errors import UsageError
 from hpc_train.experiment.config.problems import is_clean, shown
 from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, min_nodes, ranks_on_each_node
+from hpc_train.launchers.base import JobArray
 from hpc_train.launchers.slurm import container, options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.launchers.slurm.submission import ALONE, Batch, Sharing
@@ -95,19 +96,14 @@ def batch(
     profile = profiles.find(slurm.profile, problem)
     experiment = profile.applied(experiment)
     folder = Path.cwd()
-    _refuse_paths(
-        submission, snapshot, folder, search_path, in_container=bool(experiment.environment.container)
-    )
+    has_container = experiment.environment.container is not None
+    _refuse_paths(submission, snapshot, folder, search_path, in_container=has_container)
     folders = (submission.parents[2], folder)
     python = python_command(experiment, profile, folders)
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
+    job = options.of_slots(experiment, sharing.slots)
     parameters = options.sbatch_parameters(
-        options.of_slots(experiment, sharing.slots),
-        profile,
-        lead_s=lead_s,
-        max_parallel=max_parallel,
-        held=held,
-        exclude=exclude,
+        job, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, exclude=exclude
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
     parameters["srun_args"] += container.srun_args(experiment, profile, folders)
@@ -130,25 +126,50 @@ def batch(
         # The slots call srun themselves; submitit's arguments are ignored by this function.
         command, parameters["use_srun"] = ["hpc_train_slots"], False
     parameters["setup"] = rendered("setup.sh.j2", setup)
-    parameters["teardown"] = rendered(
-        "teardown.sh.j2",
-        {key: setup[key] for key in ("submission", "slots", "standby")},
-    )
+    of_teardown = {key: setup[key] for key in ("submission", "slots", "standby")}
+    parameters["teardown"] = rendered("teardown.sh.j2", of_teardown)
     evaluation = _evaluation_script(submission, experiment, profile, setup) if setup["evaluations"] else None
     return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task, evaluation)
 
 
 def _evaluation_script(submission: Path, experiment: Job, profile: Profile, setup: Mapping[str, Any]) -> str:
     """Return the batch script whose arguments are the run's folder and the step of the checkpoint."""
-    assert isinstance(experiment, Experiment) and experiment.slurm is not None
-    job = options.of_evaluation(experiment)
+    assert isinstance(experiment, Experiment)
+    return _command_script(submission, options.of_evaluation(experiment), profile, setup, "cli.evaluate")
+
+
+def array_script(array: JobArray) -> str:
+    """Return the batch script of the array, whose first argument is the run's folder."""
+    folder, slurm = Path.cwd(), array.experiment.slurm
+    assert slurm is not None
+    profile = profiles.find(slurm.profile)
+    experiment = profile.applied(array.experiment)
+    assert isinstance(experiment, Experiment)
+    _refuse_paths(
+        array.folder,
+        array.folder,
+        folder,
+        array.search_path,
+        in_container=bool(experiment.environment.container),
+    )
+    python = python_command(experiment, profile, (array.run.folder.parents[1], folder))
+    setup = _setup(array.folder, experiment, profile, python, array.search_path)
+    job = options.of_one_node(experiment, array.ranks)
+    return _command_script(array.folder, job, profile, setup, array.module)
+
+
+def _command_script(
+    folder: Path, job: Experiment, profile: Profile, setup: Mapping[str, Any], module: str
+) -> str:
+    """Return the batch script of jobs that run a command of ours, with the script's arguments."""
     assert job.slurm is not None
     parameters = options.sbatch_parameters(
         job, profile, lead_s=options.lead_of(job.slurm), max_parallel=None, held=False
     )
     parameters["additional_parameters"]["chdir"] = str(Path.cwd())
-    parameters |= {"setup": rendered("evaluation.sh.j2", setup), "use_srun": False}
-    return script_text(Batch(submission, "hpc_train_evaluate", parameters))
+    lines = rendered("command.sh.j2", {**setup, "module": f"hpc_train.{module}"})
+    parameters |= {"setup": lines, "use_srun": False}
+    return script_text(Batch(folder, "hpc_train_command", parameters))
 
 
 def script_text(batch: Batch, runs: int = 1) -> str:
@@ -204,11 +225,8 @@ def _setup(
 
 def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
     """Return the profile's values for the templates."""
-    return {
-        "name": slurm.profile,
-        "lines": profile.setup,
-        "module_init": _expanded(profile.module_init or ""),
-    }
+    init = _expanded(profile.module_init or "")
+    return {"name": slurm.profile, "lines": profile.setup, "module_init": init}
 
 
 def rendered(template: str, values: Mapping[str, Any]) -> list[str]:

@@ -24,18 +24,10 @@ from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import runs_per_task
 from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
+from hpc_train.run import files
 from hpc_train.run.attempts import add_job, job_ids, now_ms
 from hpc_train.run.file_shapes import decoded, encoded
-from hpc_train.run.files import (
-    hidden_beside,
-    in_parallel,
-    is_unsupported,
-    read_json,
-    remove_folder,
-    sync_folder,
-    tail_text,
-    write_json,
-)
+from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, run_facts, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
@@ -166,20 +158,14 @@ def make_private(folder: Path) -> None:
 def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submission]]:
     """Return the submissions that are not released, the oldest first."""
     submissions = [(paths, read(paths)) for paths in folder.submission_folders()]
-    half_done = [
-        (paths, submission)
-        for paths, submission in submissions
-        if submission is not None and submission.state != RELEASED
-    ]
+    half_done = [(paths, one) for paths, one in submissions if one is not None and one.state != RELEASED]
     return sorted(half_done, key=lambda pair: (pair[1].created, pair[1].token))
 
 
 def without_job(
     folder: ExperimentPaths, run_ids: Collection[str]
 ) -> list[tuple[SubmissionPaths, Submission]]:
-    """Return the submissions of some of these runs without a recorded job, except those that a command of
-    another host may continue.
-    """
+    """Return submissions of these runs without a job, except those another host may continue."""
     submissions = []
     for paths in folder.submission_folders():
         submission = read(paths)
@@ -219,18 +205,12 @@ def prepare(
     """Record the runs of a job before it is submitted."""
     make_private(paths.folder)
     run_ids = [run.folder.name for run in runs]
+    me, token = Process.current(), paths.token
     submission = Submission(
-        paths.token,
-        now_ms(),
-        Process.current(),
-        run_ids,
-        max_parallel,
-        stays_held,
-        batch=batch,
-        cluster=cluster,
+        token, now_ms(), me, run_ids, max_parallel, stays_held, batch=batch, cluster=cluster
     )
     write(paths, submission)
-    sync_folder(paths.folder.parent)
+    files.sync_folder(paths.folder.parent)
     return submission
 
 
@@ -247,12 +227,12 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
             place_pickle(paths, job, run)
         note_job(run, job, submission.cluster)
 
-    in_parallel(place_run, range(len(submission.runs)))
+    files.in_parallel(place_run, range(len(submission.runs)))
     # Pickles that submitit names by chance and has not moved, since its process died.
     for path in paths.folder.glob("*.pkl"):
         if not path.name.endswith("_submitted.pkl"):
             path.unlink(missing_ok=True)
-    sync_folder(paths.folder)
+    files.sync_folder(paths.folder)
     submitted = replace(submission, state=SUBMITTED)
     write(paths, submitted)
     return submitted
@@ -265,7 +245,7 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     from hpc_train.launchers.entry import Entry
 
     target = JobPaths(paths.folder, job_id=job).submitted_pickle
-    temporary = hidden_beside(target)
+    temporary = files.hidden_beside(target)
     DelayedSubmission(Entry(run.folder)).dump(temporary)
     _make_private(temporary)
     temporary.replace(target)
@@ -276,7 +256,7 @@ def _make_private(path: Path) -> None:
     try:
         path.chmod(0o600)
     except OSError as error:
-        if not is_unsupported(error):
+        if not files.is_unsupported(error):
             raise
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o022:
@@ -361,7 +341,7 @@ def withdraw(paths: RunPaths, reason: str, job_id: str | None = None) -> None:
     if other_jobs or paths.attempt_folders():
         write_status(paths, replace(read_status(paths), state="failed", reason=reason))
         return
-    remove_folder(paths.folder)
+    files.remove_folder(paths.folder)
 
 
 class Submissions:
@@ -405,12 +385,11 @@ class Submissions:
         # In a job that runs share, a slot's file.
         slots = [path for folder in folders for path in folder.glob(f"{job}_slot*_log.out")]
         existing = [
-            path for path in slots if f" of run {paths.folder.name}," in tail_text(path, _OUTPUT_BYTES)
+            path for path in slots if f" of run {paths.folder.name}," in files.tail_text(path, _OUTPUT_BYTES)
         ] or existing
         return max(existing, key=lambda path: path.stat().st_mtime) if existing else None
 
     def _of(self, paths: RunPaths, job: str) -> list[tuple[SubmissionPaths, dict[str, Any]]]:
-        """Return the submissions that made the job, with their records."""
         folder = paths.siblings
         if folder.folder not in self._known:
             by_job = self._known.setdefault(folder.folder, {})

@@ -18,21 +18,11 @@ from typing import Any
 from hpc_train.errors import shortened
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
+from hpc_train.report import metrics_reader
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.html import limits
-from hpc_train.report.metrics_reader import (
-    Metric,
-    Point,
-    Row,
-    decisive_metric,
-    find_metric,
-    is_better,
-    number,
-    sampled_rows,
-    sort_key,
-)
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_times import attempt_span, elapsed_s
+from hpc_train.report.metrics_reader import Metric, Point, Row, number
+from hpc_train.report.run_files import RunFiles, attempt_span, elapsed_s, ranks_of
 from hpc_train.report.usage import attempt_cause, time_use
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.find import run_names
@@ -130,7 +120,7 @@ class RunData:
         curve = self.curves.get(metric)
         for step, value in zip(curve.steps, curve.values, strict=True) if curve else ():
             point = Point(value, step)
-            if best is None or is_better(point, best, metric):
+            if best is None or metrics_reader.is_better(point, best, metric):
                 best = point
         return best
 
@@ -268,10 +258,12 @@ def _ranked(runs: Sequence[RunData], wanted: str | None) -> Collected:
         by_task.setdefault("" if wanted else str(run.values.get("task", "")), []).append(run)
     rankings = []
     for task, comparable in by_task.items():
-        decisive = decisive_metric(run.status for run in comparable)
-        metric = find_metric((metric for run in comparable for metric in run.curves), wanted, decisive)
+        decisive = metrics_reader.decisive_metric(run.status for run in comparable)
+        metric = metrics_reader.find_metric(
+            (metric for run in comparable for metric in run.curves), wanted, decisive
+        )
         if metric is not None:
-            comparable.sort(key=lambda run, metric=metric: sort_key(run.best(metric), metric))  # type: ignore[misc]
+            comparable.sort(key=lambda run, metric=metric: metrics_reader.sort_key(run.best(metric), metric))  # type: ignore[misc]
         rankings.append(Ranking(metric, comparable, task))
     return Collected(rankings)
 
@@ -285,7 +277,7 @@ def _read(
     omitted: tuple[str, ...] = (),
 ) -> RunData:
     run = RunFiles.read(paths)
-    rows, is_sampled = sampled_rows(
+    rows, is_sampled = metrics_reader.sampled_rows(
         paths.metrics, max(limits.MIN_ROWS, max_rows), max(limits.MIN_EVALUATIONS, max_rows)
     )
     curves = curves_of(rows, limits.CURVE_POINTS, omitted=omitted)
@@ -324,10 +316,7 @@ def _attempts(run: RunFiles, status: RunStatus) -> Iterator[Attempt]:
 
 
 def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] = ()) -> dict[Metric, Curve]:
-    """Return the curve of each metric in the rows, at most ``max_points`` each.
-
-    ``omitted``: beginnings of the names of metrics that are not needed.
-    """
+    """Return at most ``max_points`` of each metric, except names that begin with one of ``omitted``."""
     # By split, then by name: hashing a ``Metric`` per value would take most of the time.
     by_split: dict[str, dict[str, Curve]] = {}
     for row in rows:
@@ -352,10 +341,7 @@ def _metric(split: str, name: str) -> Metric:
 
 
 def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict[Metric, int]:
-    """Return the last step of each metric that was NaN or infinite after all of its finite values.
-
-    Rows have null for both.
-    """
+    """Return each metric's last step with NaN or infinity (null in rows) after all its finite values."""
     ends: dict[Metric, int] = {}
     for row in rows:
         step, split = row.get("step"), row.get("split")

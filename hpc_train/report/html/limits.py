@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+#: Spikes marked per highlighted run, the newest ones.
+SPIKES = 50
 #: Points of a curve of a highlighted run, and of all curves of the page together. Measured: 250,000 points
 #: are 6 MB.
 CURVE_POINTS = 500

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import counted
-from hpc_train.report.html.collecting import CLASSES, DATA_WAIT, Collected, Curve, RunData
-from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED
+from hpc_train.report.html.collecting import CLASSES, DATA_WAIT, MAX_STEP, Collected, Curve, RunData
+from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED, SPIKES
 from hpc_train.report.metrics_reader import Metric
+from hpc_train.run.spikes import Spike, read_spikes
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -35,6 +38,12 @@ _TITLES = {
     "train/mfu": ("Model FLOPs utilization", "mfu"),
     "train/grad_norm": ("Gradient norm", "grad_norm"),
     "train/tflops_per_s": ("Arithmetic throughput", "TFLOP/s"),
+}
+
+
+#: The charts that mark spikes, and the height of a mark.
+_MARKED: dict[Metric, Callable[[Spike], float | None]] = {
+    Metric("train", name): attrgetter(name) for name in ("loss", "grad_norm")
 }
 
 
@@ -97,6 +106,16 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A spike of a highlighted run; ``place``: in percent from the left and the top."""
+
+    run: int
+    step: int
+    title: str
+    place: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class LineChart:
     """One metric of all runs."""
 
@@ -111,12 +130,14 @@ class LineChart:
     summary: str
     #: Number of runs of its experiments without a value.
     missing: int
+    marks: list[Mark]
 
     @property
     def notes(self) -> list[str]:
-        """Return what distinguishes the chart from a plain one: a logarithmic scale, runs without a value."""
+        """Return what distinguishes the chart from a plain one: its scale, runs without a value, spikes."""
         without = f"{counted(self.missing, 'run')} {'has' if self.missing == 1 else 'have'} no value"
-        return ["log scale"] * self.y.is_log + [without] * (self.missing > 0)
+        spikes = [f"▼ {counted(len(self.marks), 'spike')}"] if self.marks else []
+        return ["log scale"] * self.y.is_log + [without] * (self.missing > 0) + spikes
 
     @property
     def x_ticks(self) -> list[tuple[float, str]]:
@@ -152,6 +173,7 @@ class LineChart:
                 [line.run, list(line.curve.steps), [float(f"{value:.6g}") for value in line.curve.values]]
                 for line in self.lines
             ],
+            "spikes": [[mark.run, mark.step, mark.title] for mark in self.marks],
         }
 
 
@@ -160,9 +182,15 @@ def line_charts(collected: Collected) -> list[LineChart]:
     metrics = list(_ordered(collected))[:CHARTS]
     num_curves = sum(metric in run.curves for run in collected.runs for metric in metrics)
     max_points = min(CURVE_POINTS, max(4, ALL_POINTS // max(num_curves, 1)))
+    spikes = [_newest_spikes(run) for run in collected.runs[:HIGHLIGHTED]]
     steps = [curve.steps[-1] for run in collected.runs for curve in run.curves.values() if curve]
+    steps += [spike.step for listed in spikes for spike in listed]
     x = Scale(0.0, float(max(steps, default=1) or 1))
-    return [_chart(metric, collected, x, max_points) for metric in metrics]
+    return [_chart(metric, collected, x, max_points, spikes) for metric in metrics]
+
+
+def _newest_spikes(run: RunData) -> list[Spike]:
+    return list(deque((spike for spike in read_spikes(run.paths) if spike.step < MAX_STEP), SPIKES))
 
 
 def _ordered(collected: Collected) -> Iterator[Metric]:
@@ -180,7 +208,9 @@ def _ordered(collected: Collected) -> Iterator[Metric]:
     yield from sorted(training, key=lambda metric: places.get(metric.name, len(places)))
 
 
-def _chart(metric: Metric, collected: Collected, x: Scale, max_points: int) -> LineChart:
+def _chart(
+    metric: Metric, collected: Collected, x: Scale, max_points: int, spikes: Sequence[Sequence[Spike]]
+) -> LineChart:
     curves = [(place, curve) for place, run in enumerate(collected.runs) if (curve := run.curves.get(metric))]
     values = [value for _, curve in curves for value in (min(curve.values), max(curve.values))]
     y = Scale.over(values)
@@ -190,7 +220,19 @@ def _chart(metric: Metric, collected: Collected, x: Scale, max_points: int) -> L
     runs = [collected.runs[place] for place, _ in curves]
     experiments = {run.experiment for run in runs}
     missing = sum(run.experiment in experiments for run in collected.runs) - len(runs)
-    return LineChart(title, unit, metric, lines, x, y, _summary(metric, title, runs), missing)
+    marks = list(_marks(metric, spikes, x, y))
+    summary = _summary(metric, title, runs) + (f"; {counted(len(marks), 'spike')}" if marks else "")
+    return LineChart(title, unit, metric, lines, x, y, summary, missing, marks)
+
+
+def _marks(metric: Metric, spikes: Sequence[Sequence[Spike]], x: Scale, y: Scale) -> Iterator[Mark]:
+    """Yield the marks; a number beyond the scale, which rows of other steps determine, is at its edge."""
+    for run, listed in enumerate(spikes if metric in _MARKED else ()):
+        for spike in listed:
+            value = _MARKED[metric](spike)
+            if value is not None and math.isfinite(value):
+                place = (round(100 * x.place(spike.step), 2), round(100 - 100 * y.place(value), 2))
+                yield Mark(run, spike.step, f"spike at {spike}", place)
 
 
 def _line(run: int, curve: Curve, x: Scale, y: Scale, max_points: int) -> Line:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from hpc_train import __version__
 from hpc_train.errors import counted, printable, shortened
 from hpc_train.report.changed_keys import value_text
-from hpc_train.report.html import limits
+from hpc_train.report.html import evaluation_files, limits
 from hpc_train.report.html.collecting import Collected, Ranking, RunData
-from hpc_train.report.html.evaluation_files import confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metrics_reader import Point
-from hpc_train.report.run_times import first_step_words, short_duration
+from hpc_train.report.run_files import first_step_words, short_duration
 from hpc_train.report.usage import PARTS, summed
 from hpc_train.run import spikes
 from hpc_train.run.run_status import RunStatus, extension_words
@@ -79,6 +78,8 @@ def _environment() -> Environment:
 
 
 def _content(collected: Collected) -> dict[str, Any]:
+    from markupsafe import Markup  # with the template engine, which inserts it unchanged
+
     runs, labels = collected.runs, [_cut(label) for label in collected.labels]
     charts = line_charts(collected)
     style, script = _style(), _file("report.js")
@@ -89,8 +90,8 @@ def _content(collected: Collected) -> dict[str, Any]:
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "title": shown or "No runs",
-        "style": _Trusted(style),
-        "script": _Trusted(script),
+        "style": Markup(style),
+        "script": Markup(script),
         "policy": (
             f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
             "base-uri 'none'; form-action 'none'"
@@ -103,26 +104,19 @@ def _content(collected: Collected) -> dict[str, Any]:
         "interruptions": [pair for pair in causes if pair[0] not in {"completed", "running", "unknown"}],
         "elapsed_s": sum(run.elapsed_s or 0.0 for run in runs),
         "charts": charts,
-        "data": _Trusted(_embedded_json(labels, charts)),
+        "data": Markup(_embedded_json(labels, charts)),
         "has_attempts": any(run.attempts for run in runs),
         "times": _time_rows(runs),
         "parts": [_PART_TITLES[part] for part in PARTS],
         "evaluations": [
             (_heading(label, run), evaluation)
             for label, run in zip(labels[: limits.EVALUATED], runs, strict=False)
-            if (evaluation := newest_evaluation(run.paths)) is not None
+            if (evaluation := evaluation_files.newest_evaluation(run.paths)) is not None
         ],
         "ious": _ious(labels, runs),
         "details": [_details(run) for run in runs[: limits.DETAILED]],
         "is_sampled": any(run.is_sampled for run in runs),
     }
-
-
-class _Trusted(str):
-    """Text of this package, or JSON without ``<``, ``>`` and ``&``: the engine inserts it unchanged."""
-
-    def __html__(self) -> str:
-        return str(self)
 
 
 def _embedded_json(labels: Sequence[str], charts: Sequence[LineChart]) -> str:
@@ -165,9 +159,7 @@ def _share(value: float | None) -> str:
 
 
 def _table(ranking: Ranking, collected: Collected) -> dict[str, Any]:
-    """Return the table of a ranking. Columns are (title, kind, cells), the most important ones first; rows
-    are (place on the page, run, cells).
-    """
+    """Return a ranking's table: columns (title, kind, cells) and rows (place, run, cells)."""
     runs, metric = ranking.runs, ranking.metric
     bests = [run.best(metric) if metric else None for run in runs]
     experiments = {run.experiment: None for run in runs}
@@ -282,7 +274,7 @@ def _details(run: RunData) -> dict[str, Any]:
     """Return the run's file and facts. Links that lead out of its folder are not read."""
     from hpc_train.run.create import newest_versions  # the schema
 
-    text = confined_text(run.paths.experiment, run.paths, limits.TABLE_BYTES)
+    text = evaluation_files.confined_text(run.paths.experiment, run.paths, limits.TABLE_BYTES)
     versions = newest_versions(run.facts)
     return {
         "run": run,

@@ -1,11 +1,16 @@
-"""Details of one run, for the pane below the table and the view on ``enter``, and the end of its log."""
+"""Details of one run, for the pane below the table and the view on ``enter``, and the end of its log.
+
+``ReadingThread`` reads runs and details and queries schedulers, so that keys work meanwhile.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,26 +20,16 @@ from hpc_train.console import one_line
 from hpc_train.errors import HpcTrainError, shortened
 from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.report.live.cells import mean, rate_words
-from hpc_train.report.live.live_runs import LiveRun, stamp
-from hpc_train.report.metrics_reader import (
-    Metric,
-    MetricsReader,
-    Row,
-    decisive_metric,
-    find_metric,
-    in_words,
-    last_and_best,
-    metric_value,
-    number,
-    spread_rows,
-)
-from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import attempt_span, node_words, short_duration
+from hpc_train.report import metrics_reader
+from hpc_train.report.live.live_runs import LiveRun, RunsReader, mean, rate_words, stamp
+from hpc_train.report.metrics_reader import Metric, MetricsReader, Row, in_words, metric_value, number
+from hpc_train.report.run_files import RunFiles, attempt_span, node_words, short_duration
+from hpc_train.run import spikes
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.files import UnreadableFileError, open_regular
+from hpc_train.run.storage_errors import error_words
 
 #: Bytes read of an existing log, and of the text added between two calls; the rest is skipped.
 TAIL_BYTES = 1 << 16
@@ -131,11 +126,12 @@ class DetailsReader:
         self._stamp: tuple[int, int, int] | None = None
         self._curves_size = 0
         self._decisive: Metric | None = None
+        self._spikes: tuple[tuple[int, int, int] | None, str] = (None, "")
 
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
         """Return the current details; ``is_full``: with all attempts."""
         files = RunFiles.read(self.paths)
-        self._decisive = decisive_metric([run.status])
+        self._decisive = metrics_reader.decisive_metric([run.status])
         self._read_metrics()
         nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
         job = f", job {run.job}" if run.job else ""
@@ -148,6 +144,7 @@ class DetailsReader:
             ("speed", _speed(run)),
             ("evaluation", _row_words(run.evaluation)),
             ("best", self._best_words()),
+            ("spikes", self._spike_words()),
             *_labelled("attempts", _attempts(files, run, MANY if is_full else FEW)),
             *([("folder", str(self.paths.folder))] if is_full else []),
         ]
@@ -168,14 +165,20 @@ class DetailsReader:
         if size > _CURVE_BYTES and size < self._curves_size * _GROWTH:
             return
         self._curves_size = size
-        sampled, _ = spread_rows(self.paths.metrics, _CURVE_BYTES)
+        sampled, _ = metrics_reader.spread_rows(self.paths.metrics, _CURVE_BYTES)
         rows = [*self._evaluations, *(row for row in sampled if row.get("split") == "train")]
         metrics = filter(None, (Metric("train", "loss"), self._metric()))
         self._curves = {str(metric): _points(rows, metric) for metric in metrics}
 
+    def _spike_words(self) -> str:
+        seen = stamp(self.paths.spikes)
+        if seen != self._spikes[0]:
+            self._spikes = (seen, spikes.in_words(self.paths) or "")
+        return self._spikes[1]
+
     def _metric(self) -> Metric | None:
         newest = self._evaluations[-1] if self._evaluations else {}
-        return find_metric((Metric("val", name) for name in newest), None, self._decisive)
+        return metrics_reader.find_metric((Metric("val", name) for name in newest), None, self._decisive)
 
     def _best_words(self) -> str:
         """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""
@@ -183,7 +186,7 @@ class DetailsReader:
             if best := kept_best(self.paths):
                 return f"{best}, saved"
         metric = self._metric()
-        best_point = last_and_best(self._evaluations, metric)[1] if metric else None
+        best_point = metrics_reader.last_and_best(self._evaluations, metric)[1] if metric else None
         return str(Best(metric.name, best_point.value, best_point.step)) if metric and best_point else ""
 
 
@@ -253,10 +256,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def charts(curves: Mapping[str, Points], width: int, height: int) -> list[tuple[str, str]]:
-    """Return the curves side by side as titles and lines, ``height`` of them; none without two points.
-
-    As many as fit ``width``. Values that are not finite are not drawn.
-    """
+    """Return curves side by side as titles and lines, as many as fit; none without two finite points."""
     finite = {
         title: [point for point in points if math.isfinite(point[1])] for title, points in curves.items()
     }
@@ -318,3 +318,94 @@ def _heights(points: Points, columns: int, rows: int) -> list[int]:
         value = means[left] * (1 - share) + means[right] * share
         heights.append(round((1 - ((value / 2 - low / 2) / span if span > 0 else 0.5)) * (rows - 1)))
     return heights
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The result of one reading. ``details``: of the selected run, if there is one."""
+
+    runs: list[LiveRun]
+    details: Details | None
+    #: Why something could not be read; the rest is unchanged.
+    problem: str = ""
+
+
+class ReadingThread(threading.Thread):
+    """Reads every ``interval_s`` seconds, and at once when something else is selected.
+
+    Daemonic: a file server or scheduler that does not answer does not delay exit.
+    """
+
+    def __init__(self, reader: RunsReader, interval_s: float, deliver: Callable[[Reading], object]) -> None:
+        super().__init__(name="reading runs", daemon=True)
+        self._reader, self._interval_s, self._deliver = reader, interval_s, deliver
+        self._condition = threading.Condition()
+        self._selected: RunPaths | None = None
+        self._is_full = self._wants_runs = self._is_stopped = False
+        self._wants_details = False
+        self._details: DetailsReader | None = None
+        self._runs: list[LiveRun] = []
+
+    def select(self, paths: RunPaths | None, *, is_full: bool) -> None:
+        """Read the details of this run from now on."""
+        with self._condition:
+            if (paths, is_full) != (self._selected, self._is_full):
+                self._selected, self._is_full, self._wants_details = paths, is_full, True
+                self._condition.notify()
+
+    def read_now(self) -> None:
+        """Read everything without waiting for the next time."""
+        with self._condition:
+            self._wants_runs = True
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """End the thread after it has delivered its current reading; return at once."""
+        with self._condition:
+            self._is_stopped = True
+            self._condition.notify()
+
+    def run(self) -> None:
+        """Read and deliver until ``stop``."""
+        while not self._is_stopped:
+            due_s = time.monotonic() + self._interval_s
+            self._deliver(self._read(with_runs=True))
+            while self._wait(due_s):
+                self._deliver(self._read(with_runs=False))
+
+    def _wait(self, due_s: float) -> bool:
+        """Wait until ``due_s`` or a request; return True if only details are requested."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._wants_runs or self._wants_details or self._is_stopped,
+                max(0.0, due_s - time.monotonic()),
+            )
+            details_alone = self._wants_details and not self._wants_runs and not self._is_stopped
+            self._wants_runs = self._wants_details = False
+            return details_alone
+
+    def _read(self, *, with_runs: bool) -> Reading:
+        problem = ""
+        try:
+            self._runs = self._reader.read() if with_runs else self._runs
+            details = self._read_details()
+        except Exception as error:  # an error of a plug-in or a disk: shown, and retried
+            details, problem = None, problem_words(error)
+        return Reading(self._runs, details, problem)
+
+    def _read_details(self) -> Details | None:
+        with self._condition:
+            selected, is_full = self._selected, self._is_full
+        run = next((run for run in self._runs if run.paths == selected), None)
+        if run is None:
+            return None
+        if self._details is None or self._details.paths != run.paths:
+            self._details = DetailsReader(run.paths)
+        return self._details.read(run, is_full=is_full)
+
+
+def problem_words(error: Exception) -> str:
+    """Return why something could not be read."""
+    if isinstance(error, OSError):
+        return error_words(error)
+    return str(error) if isinstance(error, HpcTrainError) else f"{type(error).__name__}: {error}"

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from hpc_train.console import one_line
 from hpc_train.paths import RunPaths
-from hpc_train.report.live.details import Details, LogTail, log_of
-from hpc_train.report.live.reading_thread import problem_words
+from hpc_train.report.live.details import Details, LogTail, log_of, problem_words
 
 #: Key, as printed → its effect; the table of docs/watch.md.
 KEYS = {

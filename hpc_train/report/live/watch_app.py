@@ -1,6 +1,6 @@
 """``WatchApp``: the full-screen view of runs. Only ``cli.watch`` imports it, since importing textual is slow.
 
-A thread reads (``reading_thread``); this one shows the results and handles keys.
+A thread reads (``details.ReadingThread``); this one shows the results and handles keys.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from hpc_train.console import one_line
 from hpc_train.errors import shortened
 from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
-from hpc_train.report.live import cells as table_cells
-from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column, counts, next_sort, selected
-from hpc_train.report.live.live_runs import LiveRun, RunsReader
-from hpc_train.report.live.reading_thread import Reading, ReadingThread
+from hpc_train.report.live import live_runs
+from hpc_train.report.live.details import Reading, ReadingThread
+from hpc_train.report.live.live_runs import COLUMNS, STYLES, Column, LiveRun, RunsReader
 from hpc_train.report.live.screens import DetailsView, Help, LogView, Pane, Question
 from hpc_train.run.processes import exit_code, start_in_own_session
 
@@ -215,7 +214,7 @@ class WatchApp(App[None]):
             widget.update(Text("\n".join(map(one_line, texts))))
 
     def _show_head(self) -> None:
-        number_of_runs = counts(self._listed) if self._has_read else "reading…"
+        number_of_runs = live_runs.counts(self._listed) if self._has_read else "reading…"
         parts = [f"hpc-train watch  {number_of_runs}", f"sort: {self._sort}"]
         parts += [f"filter: {one_line(self._words)}"] if self._words else []
         parts += [time.strftime("%H:%M:%S")] if self._has_read else []
@@ -228,11 +227,11 @@ class WatchApp(App[None]):
 
     def _show_runs(self) -> None:
         """Bring the table up to date: changed cells only, unless rows or columns differ."""
-        self._listed = selected(self._runs, self._words, self._sort)
+        self._listed = live_runs.selected(self._runs, self._words, self._sort)
         self._show_head()
         table = self.query_one(RunTable)
-        columns = table_cells.columns_for(self._listed, self.size.width - _SCROLL_BAR)
-        lines = {str(run.paths.folder): table_cells.cells(run, columns) for run in self._listed}
+        columns = live_runs.columns_for(self._listed, self.size.width - _SCROLL_BAR)
+        lines = {str(run.paths.folder): live_runs.cells(run, columns) for run in self._listed}
         if columns != self._columns or list(lines) != list(self._shown):
             self._rebuild(columns, lines)
         else:
@@ -255,7 +254,7 @@ class WatchApp(App[None]):
 
     def _show_failures(self, columns: Mapping[Column, int]) -> None:
         """Show why runs failed below the table if it is too narrow for that."""
-        texts = table_cells.failures(self._listed, columns)
+        texts = live_runs.failures(self._listed, columns)
         lines: list[str] = []
         room = max(_FAILURE_LINES, self.size.height // 6)
         while texts and len(lines) + _FAILURE_LINES <= room:
@@ -276,7 +275,7 @@ class WatchApp(App[None]):
     def _move_cursor(self) -> None:
         """Select the run that the user chose, else the newest one that runs."""
         places = [run.paths for run in self._listed]
-        newest = table_cells.newest(self._listed)
+        newest = live_runs.newest(self._listed)
         if newest and not (self._is_chosen and self._selected in places):
             self._select(newest.paths)
         elif not places:
@@ -287,7 +286,7 @@ class WatchApp(App[None]):
 
     def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
         by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
-        style = STATE_STYLES.get(by_head.get("state", ""), "")
+        style = STYLES.get(by_head.get("state", ""), "")
         coloured = {"state": style, COLUMNS[-1].head: style if "failed" in by_head.values() else ""}
         return [Text(text, style=coloured.get(head, ""), no_wrap=True) for head, text in by_head.items()]
 
@@ -324,7 +323,7 @@ class WatchApp(App[None]):
 
     def action_sort(self) -> None:
         """Sort by the next of the orders."""
-        self._sort = next_sort(self._sort)
+        self._sort = live_runs.next_sort(self._sort)
         self._show_runs()
 
     def action_update(self) -> None:

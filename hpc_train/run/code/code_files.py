@@ -1,10 +1,14 @@
-"""Selects the files of a run's code: ``hpc_train`` itself and the work tree around the current folder."""
+"""Selects the files of a run's code: ``hpc_train`` itself and the git work tree around the current folder.
+
+No program that the settings of a repository name is run.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +16,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hpc_train
 from hpc_train.errors import UsageError
-from hpc_train.run.code.work_tree import NO_CODE, listed_files, work_tree_around
 
 MAX_FILE_MB = 16
 MAX_TOTAL_MB = 64
@@ -78,10 +81,7 @@ class Selection:
 
 
 def select(folder: Path, excluded: Sequence[Path]) -> Selection:
-    """Find the code around ``folder``, without ``excluded`` folders.
-
-    Raises UsageError if there is more than a snapshot may hold.
-    """
+    """Find the code around ``folder``, without ``excluded`` ones. Raises UsageError if it is too much."""
     tree = work_tree_around(folder)
     root = Path(os.path.realpath(folder)) if tree is None else tree.root
     selection = Selection(root, "" if tree is None else tree.folder)
@@ -108,10 +108,7 @@ def select(folder: Path, excluded: Sequence[Path]) -> Selection:
 
 
 def package_files() -> dict[str, Path]:
-    """Return the files of ``hpc_train`` itself by their path within the package's parent.
-
-    Excludes the recipes of ``init``, which no run reads.
-    """
+    """Return the files of ``hpc_train`` by path in its parent, without the recipes of ``init``."""
     package = str(Path(hpc_train.__file__).parent)
     above = len(package) - len("hpc_train")
     recipes = f"{package}/cli/examples"
@@ -127,10 +124,7 @@ def package_files() -> dict[str, Path]:
 
 
 def walk(folder: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk as ``os.walk`` does, in an eighth of ``Path.rglob``'s time.
-
-    Raises OSError for a folder that can't be listed.
-    """
+    """Walk as ``os.walk`` does, in an eighth of ``Path.rglob``'s time. Raises OSError, unlike it."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
@@ -165,7 +159,6 @@ def _signature(seen: os.stat_result | None) -> tuple[int, int, int] | None:
 
 
 def _relative(path: Path, root: Path) -> str | None:
-    """Return ``path`` relative to ``root``, empty for the root; None if outside."""
     if not path.is_relative_to(root):
         return None
     relative = str(path.relative_to(root))
@@ -190,13 +183,8 @@ def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
                 "start in the folder that contains the code, or make that a git work tree"
             )
         inner = PurePosixPath(os.path.relpath(folder, root))
-        subfolders[:] = [
-            name
-            for name in sorted(subfolders)
-            if not name.startswith(".")
-            and name not in (*NO_CODE, "site-packages")
-            and str(inner / name) not in outside
-        ]
+        inner_names = sorted(set(subfolders) - {*NO_CODE, "site-packages"})
+        subfolders[:] = [name for name in inner_names if name[0] != "." and str(inner / name) not in outside]
         yield from (str(inner / name) for name in sorted(names) if name.endswith((".py", ".yaml")))
 
 
@@ -282,3 +270,96 @@ def _too_much(root: Path, weights: Counter[str], num_files: int, total: int | No
         f"{root}: the code here is {what}; add what is not code to .gitignore, "
         "or start in a folder that contains only the code"
     )
+
+
+#: Assumed: git answers quickly except for huge work trees on slow disks.
+_ASK_LIMIT_S = 5.0
+_LIST_LIMIT_S = 60.0
+#: Never fetch objects of a partial clone, never ask for a password.
+_ENVIRONMENT = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
+#: Untracked folders that never belong in a snapshot, whether git ignores them or not.
+NO_CODE = (
+    "__pycache__", "node_modules", ".venv", ".tox", ".nox", ".eggs", ".cache", ".mypy_cache", ".pytest_cache",
+    ".ruff_cache", ".ipynb_checkpoints", "wandb",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WorkTree:
+    """A work tree, and the position of the folder in it."""
+
+    root: Path
+    #: Relative to ``root``; empty for itself.
+    folder: str
+
+
+def work_tree_around(folder: Path) -> WorkTree | None:
+    """Return None if there is no work tree, git is missing, or git does not trust the owner."""
+    output = _git(folder, "rev-parse", "--is-inside-work-tree", "--show-prefix")
+    if output is None or not output.startswith(b"true\n"):
+        return None
+    prefix = os.fsdecode(output.removeprefix(b"true\n").removesuffix(b"\n")).strip("/")
+    root = Path(os.path.realpath(folder))
+    for _ in filter(None, prefix.split("/")):
+        root = root.parent
+    return WorkTree(root, prefix)
+
+
+def listed_files(root: Path, excluded: Sequence[str]) -> Iterator[str]:
+    """Yield the tracked and not-ignored files, relative to ``root``, including nested work trees.
+
+    ``excluded``: folders relative to ``root`` that are not searched; tracked files in them are listed. Raises
+    UsageError if git fails or does not finish.
+    """
+    patterns = [*(f"{name}/" for name in NO_CODE), *(f"/{_escaped(folder)}/" for folder in excluded)]
+    arguments = [argument for pattern in patterns for argument in ("-x", pattern)]
+    output = _git(root, "ls-files", "-co", "--exclude-standard", "-z", *arguments, limit_s=_LIST_LIMIT_S)
+    if output is None:
+        raise UsageError(
+            f"{root}: git did not list the files of this work tree, or not within {_LIST_LIMIT_S:g} s; see "
+            "what `git status` says there, and add what is not code to .gitignore"
+        )
+    for path in dict.fromkeys(os.fsdecode(name) for name in output.split(b"\0") if name):
+        if (root / path / ".git").exists():  # a submodule, or a clone inside
+            nested = path.rstrip("/")
+            within = [path.removeprefix(f"{nested}/") for path in excluded if path.startswith(f"{nested}/")]
+            yield from (f"{nested}/{file}" for file in listed_files(root / nested, within))
+        elif not path.endswith("/"):
+            yield path
+
+
+def commit_of(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the work tree around ``folder`` and whether files differ from it."""
+    commit = _git(folder, "rev-parse", "-q", "--verify", "HEAD")
+    if commit is None:
+        return None
+    # Keep `status` from running the programs that a repository's filters name.
+    output = _git(folder, "config", "-z", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
+    names = [name for name in os.fsdecode(output or b"").split("\0") if name]
+    filters = {name.rpartition(".")[0] for name in names}
+    off = [*(f"{name}=" for name in names), *(f"{name}.required=false" for name in filters)]
+    options = [argument for setting in off for argument in ("-c", setting)]
+    changed = _git(folder, *options, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.decode().strip(), "dirty": None if changed is None else bool(changed.strip())}
+
+
+def _escaped(folder: str) -> str:
+    return "".join(f"\\{char}" if char in "\\*?[! #" else char for char in folder)
+
+
+def _git(folder: Path, *arguments: str, limit_s: float = _ASK_LIMIT_S) -> bytes | None:
+    # A repository's settings may name programs to run: any command that reads files starts fsmonitor.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=os.environ | _ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

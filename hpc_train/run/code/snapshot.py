@@ -19,32 +19,9 @@ from typing import Any
 
 from hpc_train.errors import StorageError, UserError
 from hpc_train.paths import RunPaths
-from hpc_train.run.code.code_files import (
-    Selection,
-    has_changed,
-    holds_private_key,
-    import_folders,
-    package_files,
-    select,
-    walk,
-)
-from hpc_train.run.code.work_tree import commit_of
-from hpc_train.run.files import (
-    UnreadableFileError,
-    create_folder,
-    hidden_beside,
-    in_parallel,
-    is_plain_path,
-    is_unsupported,
-    open_regular,
-    read_json,
-    read_text,
-    remove_folder,
-    report_unsupported,
-    sync_folder,
-    write_json,
-    write_text,
-)
+from hpc_train.run import files
+from hpc_train.run.code import code_files
+from hpc_train.run.code.code_files import commit_of
 from hpc_train.run.trust import check_holder, check_own
 
 _VERSION = 1
@@ -129,21 +106,20 @@ class Differences:
 
 
 def read(cwd: Path, exclude: Sequence[Path]) -> Code:
-    """Read ``hpc_train`` itself and the code around ``cwd``, nothing below ``exclude``.
-
-    Raises UsageError if it is too large.
-    """
+    """Read ``hpc_train`` and the code around ``cwd``, without ``exclude``. UsageError if too large."""
     for _ in range(_TRIES):
-        selection = select(cwd, exclude)
+        selection = code_files.select(cwd, exclude)
         code = _read(selection)
-        if not has_changed(selection):
+        if not code_files.has_changed(selection):
             break
     return code
 
 
-def _read(selection: Selection) -> Code:
+def _read(selection: code_files.Selection) -> Code:
     left_out = dict(selection.left_out)
-    files = {f"{_PACKAGE}/{path}": source.read_bytes() for path, source in package_files().items()}
+    contents = {
+        f"{_PACKAGE}/{path}": source.read_bytes() for path, source in code_files.package_files().items()
+    }
     executables = set()
     for path, seen in selection.files.items():
         try:
@@ -153,17 +129,17 @@ def _read(selection: Selection) -> Code:
         except OSError as error:
             left_out[path] = error.strerror or str(error)
             continue
-        if holds_private_key(content):
+        if code_files.holds_private_key(content):
             left_out[path] = "contains a private key"
             continue
-        files[f"{TREE}/{path}"] = content
+        contents[f"{TREE}/{path}"] = content
         if seen.st_mode & stat.S_IXUSR:
             executables.add(f"{TREE}/{path}")
     return Code(
         cwd=selection.cwd,
-        search_path=import_folders(selection),
-        files=files,
-        executables=executables & files.keys(),
+        search_path=code_files.import_folders(selection),
+        files=contents,
+        executables=executables & contents.keys(),
         links={f"{TREE}/{path}": target for path, target in selection.links.items()},
         commit=commit_of(selection.root),
         left_out=left_out,
@@ -188,11 +164,11 @@ def place(root: Path, code: Code) -> Path:
         return folder
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
+        files.create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
     except OSError as error:
         error.filename = error.filename or str(root)  # an error of a write to an open file names no file
         raise
-    sync_folder(root)  # also if another process was first
+    files.sync_folder(root)  # also if another process was first
     return folder
 
 
@@ -211,21 +187,21 @@ def _write(folder: Path, code: Code) -> None:
         try:
             (folder / path).symlink_to(target)
         except OSError as error:
-            if not is_unsupported(error):
+            if not files.is_unsupported(error):
                 raise
             raise StorageError(
                 f"{folder.parent}: this file system has no symbolic links, and {path} is one in your code; "
                 "replace it by a file, or set HPC_TRAIN_RUNS to a folder on another file system"
             ) from error
     # 250 files take 0.04 s in parallel, one by one 1 s (measured).
-    in_parallel(sync_folder, [folder / path for path in code.files] + sorted(folders))
-    write_json(folder / _MANIFEST, code.manifest(), sync=True)
+    files.in_parallel(files.sync_folder, [folder / path for path in code.files] + sorted(folders))
+    files.write_json(folder / _MANIFEST, code.manifest(), sync=True)
     try:
         (folder / _MANIFEST).chmod(0o400)
     except OSError as error:  # a precaution: the folder is closed to others by its own mode
-        if not is_unsupported(error):
+        if not files.is_unsupported(error):
             raise
-        report_unsupported("chmod", "files keep the permissions that the mount gives them")
+        files.report_unsupported("chmod", "files keep the permissions that the mount gives them")
 
 
 def _make_parents(folder: Path, folders: set[Path]) -> None:
@@ -239,9 +215,9 @@ def check_whole(folder: Path) -> None:
     """Raise StorageError if a file is missing or its SHA-256 is not the manifest's."""
     for path, expected in _manifest(folder)["files"].items():
         try:
-            with open_regular(folder / path) as file:
+            with files.open_regular(folder / path) as file:
                 digest = hashlib.sha256(file.read()).hexdigest()
-        except (FileNotFoundError, UnreadableFileError):
+        except (FileNotFoundError, files.UnreadableFileError):
             digest = None
         if digest != expected:
             raise StorageError(
@@ -257,15 +233,15 @@ def load(folder: Path) -> Code:
     """
     manifest = _manifest(folder)
     for path in _paths_in(manifest):
-        if not (is_plain_path(path) and f"{path}/".startswith((f"{_PACKAGE}/", f"{TREE}/"))):
+        if not (files.is_plain_path(path) and f"{path}/".startswith((f"{_PACKAGE}/", f"{TREE}/"))):
             raise StorageError(f"{folder / _MANIFEST}: {path!r} leads out of the snapshot")
     check_whole(folder)
-    files = {path: (folder / path).read_bytes() for path in manifest["files"]}
+    contents = {path: (folder / path).read_bytes() for path in manifest["files"]}
     return Code(
         cwd=manifest["cwd"],
         search_path=manifest["search_path"],
-        files=files,
-        executables={path for path in files if (folder / path).stat().st_mode & stat.S_IXUSR},
+        files=contents,
+        executables={path for path in contents if (folder / path).stat().st_mode & stat.S_IXUSR},
         links=manifest["links"],
         commit={key: manifest.get(key) for key in ("commit", "dirty")},
         left_out=manifest["left_out"],
@@ -286,15 +262,15 @@ def _paths_in(manifest: Mapping[str, Any]) -> Iterator[str]:
 def link(paths: RunPaths, snapshot: Path) -> None:
     """Link the snapshot into the run folder; without symbolic links, write a file with its path."""
     if paths.code.is_dir() and not paths.code.is_symlink():  # the run was copied with its links followed
-        remove_folder(paths.code)
-    temporary = hidden_beside(paths.code)
+        files.remove_folder(paths.code)
+    temporary = files.hidden_beside(paths.code)
     target = os.path.relpath(snapshot, paths.folder)
     try:
         temporary.symlink_to(target)
     except OSError as error:
-        if not is_unsupported(error):
+        if not files.is_unsupported(error):
             raise
-        write_text(temporary, f"{target}\n", sync=True)
+        files.write_text(temporary, f"{target}\n", sync=True)
     temporary.replace(paths.code)
 
 
@@ -302,7 +278,7 @@ def link_target(paths: RunPaths) -> Path | None:
     """Return the path of the snapshot as ``link`` wrote it, relative to the run folder; None without one."""
     if paths.code.is_symlink():
         return paths.code.readlink()
-    return Path(read_text(paths.code, _MAX_PATH_BYTES).strip()) if paths.code.is_file() else None
+    return Path(files.read_text(paths.code, _MAX_PATH_BYTES).strip()) if paths.code.is_file() else None
 
 
 def linked(paths: RunPaths) -> Path | None:
@@ -354,7 +330,7 @@ def check_owner(folder: Path) -> None:
     # Files that imports cache there have the usual modes, and are unreachable if the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077
     check_own(folder)
-    for parent, folders, names in walk(folder):
+    for parent, folders, names in code_files.walk(folder):
         if is_closed:
             folders[:] = [name for name in folders if name != "__pycache__"]
         for name in (*folders, *names):
@@ -385,7 +361,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    manifest = read_json(folder / _MANIFEST)
+    manifest = files.read_json(folder / _MANIFEST)
     return manifest if manifest is not None and manifest.get("version") == _VERSION else None
 
 

@@ -100,14 +100,15 @@ class Checkpointer:
         self._end_earlier()
         contents = Contents.of(state, self.strategy, {})
         self._find_layout(contents)
-        self._staging = self._buffers(contents)
+        assert self._layout is not None
+        self._staging = Staging(self._layout.sources(contents))
 
     def save(self, state: TrainingState, step: int, extra: Mapping[str, Any]) -> Save:
         """Save as ``step`` and wait for it; ``extra`` is JSON and is returned by ``load_newest``.
 
         The model's buffers must be equal on all ranks. Raises, on all ranks, the errors of ``finish``.
         """
-        self.begin(state, step, extra, beside_training=False)
+        self.begin(state, step, extra)
         saved = self.finish()
         self.close()
         assert saved is not None
@@ -119,14 +120,12 @@ class Checkpointer:
         step: int,
         extra: Mapping[str, Any],
         before_commit: Callable[[], None] | None = None,
-        *,
-        beside_training: bool = True,
     ) -> None:
         """Start an asynchronous save as ``step``.
 
         Forward and backward may continue at once, the optimizer after ``wait_staged``. An earlier save is
         finished first, and its error raised. ``before_commit`` is called in the writing thread, on every
-        rank. ``beside_training``: False if the caller waits for the end.
+        rank.
         """
         self._end_earlier()
         began_at = time.monotonic()
@@ -135,15 +134,12 @@ class Checkpointer:
         layout = self._layout
         assert layout is not None
         sources = layout.sources(contents)
-        staging = None
-        if beside_training or any(tensor.is_cuda for tensor in sources.values()):
-            staging = self._staging = self._staging or self._buffers(contents)
-            staging.begin(sources, layout.names_of(contents.buffers))
+        staging = self._staging = self._staging or Staging(sources)
+        staging.begin(sources, layout.names_of(contents.buffers))
 
         def write() -> None:
-            tensors = sources if staging is None else staging.copy()
-            if beside_training:  # not earlier, because the optimizer waits for the copy
-                lower_priority()
+            tensors = staging.copy()
+            lower_priority()  # not earlier, because the optimizer waits for the copy
             if not is_checked:
                 self._meet(layout.digest)
             parameters = layout.names_of(contents.parameters)
@@ -169,11 +165,11 @@ class Checkpointer:
     @property
     def is_busy(self) -> bool:
         """Whether a save is in progress. A failed save is not."""
-        return self._under_way is not None and not self._under_way.has_ended
+        return self._under_way is not None and not self._under_way.has_ended.is_set()
 
     def collect(self) -> Save | None:
         """Return the earliest save that has completed since the last call; None if there is none."""
-        if self._under_way is not None and self._under_way.has_ended and not self.has_failed:
+        if self._under_way is not None and self._under_way.has_ended.is_set() and not self.has_failed:
             self._ended.append(self._under_way.result())
             self._clearing, self._under_way = self._under_way, None
         return self._ended.pop(0) if self._ended else None
@@ -186,7 +182,7 @@ class Checkpointer:
         under_way, began_at = self._under_way, time.monotonic()
         if under_way is None:
             return None
-        under_way.wait()
+        under_way.has_ended.wait()
         under_way.stall_s += time.monotonic() - began_at
         self._clearing, self._under_way = under_way, None
         if under_way.error is not None:
@@ -196,7 +192,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until obsolete checkpoints are removed. After ``finish``."""
         if self._clearing is not None:
-            self._clearing.wait_cleared()
+            self._clearing.thread.join()
             self._clearing = None
 
     def clear_up(self) -> None:
@@ -242,10 +238,6 @@ class Checkpointer:
             return contents.rest
         return {key: contents.rest[key] for key in ("tied", "optimizer")} if layout.describes else {}
 
-    def _buffers(self, contents: Contents) -> Staging:
-        assert self._layout is not None
-        return Staging(self._layout.sources(contents))
-
     def load_newest(self, state: TrainingState) -> Loaded | None:
         """Load the newest valid and intact checkpoint; return None if no checkpoint was saved.
 
@@ -258,7 +250,7 @@ class Checkpointer:
             read, damage = self._read_and_verify(checkpoint, state)
             if damage is None:
                 return self._take(checkpoint, read, state)
-            self._writer.together(checkpoint.folder, partial(self._set_aside_on_rank_0, checkpoint, damage))
+            self._writer.together(checkpoint.folder, partial(self._set_aside, checkpoint, damage))
         self._writer.together(self.paths.checkpoints, self._refuse_to_start_over)
         return None
 
@@ -281,13 +273,15 @@ class Checkpointer:
     def _read_and_verify(
         self, checkpoint: CheckpointPaths, state: TrainingState
     ) -> tuple[_Read | HpcTrainError, str | None]:
-        """Return the parts that were read, and the damage, None if it is intact. Collective."""
+        """Return the parts that were read, and the damage on any rank, None if it is intact. Collective."""
         # Hashing takes about as long as reading, so both run concurrently. ``state`` is not changed
         # meanwhile.
         with ThreadPoolExecutor(1, initializer=signals.block) as beside:
             problems = beside.submit(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
             read = self._read(checkpoint, state)
-            return read, self._damage(checkpoint, problems.result)
+            own_problems = self._writer.together(checkpoint.folder, problems.result)
+        first = self.ranks.first_text("; ".join(own_problems) if own_problems else None)
+        return read, None if first is None else first[1]
 
     def _refuse_to_start_over(self) -> None:
         """Raise StorageError on rank 0 if all remaining checkpoints were set aside."""
@@ -311,19 +305,9 @@ class Checkpointer:
 
         return self.ranks.broadcast(self._writer.together(self.paths.checkpoints, look))
 
-    def _damage(self, checkpoint: CheckpointPaths, problems_of_part: Callable[[], list[str]]) -> str | None:
-        """Return a rank's problems in its part of the files; None if no rank has problems."""
-        problems = self._writer.together(checkpoint.folder, problems_of_part)
-        first = self.ranks.first_text("; ".join(problems) if problems else None)
-        return None if first is None else first[1]
-
-    def _set_aside_on_rank_0(self, checkpoint: CheckpointPaths, why: str) -> None:
-        if self.ranks.rank == 0:
-            self._set_aside(checkpoint, why)
-
     def _set_aside(self, checkpoint: CheckpointPaths, why: str) -> None:
-        target = set_aside(checkpoint, why)
-        if target is not None:
+        """Rename a damaged checkpoint, with a warning. Only rank 0 acts."""
+        if self.ranks.rank == 0 and (target := set_aside(checkpoint, why)) is not None:
             why = why.replace("\n", " ")
             _log.warning("checkpoint %s is damaged, now %s: %s", checkpoint.folder.name, target.name, why)
 

@@ -17,15 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.errors import (
-    BadFileError,
-    HpcTrainError,
-    NonFiniteError,
-    PeerLostError,
-    StorageError,
-    TransientStorageError,
-    UserError,
-)
+from hpc_train import errors
 from hpc_train.run.checkpoints import NewerVersionError
 
 Result = TypeVar("Result")
@@ -34,16 +26,16 @@ Result = TypeVar("Result")
 _TAG = 0x6370
 
 #: Errors that all ranks raise if one has them; for any other error the other ranks raise PeerLostError.
-_SHARED: dict[str, type[HpcTrainError]] = {
+_SHARED: dict[str, type[errors.HpcTrainError]] = {
     kind.__name__: kind
     for kind in (
-        BadFileError,
-        HpcTrainError,
+        errors.BadFileError,
+        errors.HpcTrainError,
         NewerVersionError,
-        NonFiniteError,
-        StorageError,
-        TransientStorageError,
-        UserError,
+        errors.NonFiniteError,
+        errors.StorageError,
+        errors.TransientStorageError,
+        errors.UserError,
     )
 }
 
@@ -175,7 +167,7 @@ class ControlGroup:
         if failed is not None:
             rank, text = failed
             kind, _, message = text.partition(" ")
-            raise _SHARED.get(kind, PeerLostError)(f"rank {rank}: {message}")
+            raise _SHARED.get(kind, errors.PeerLostError)(f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
 
 

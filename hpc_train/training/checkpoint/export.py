@@ -2,8 +2,8 @@
 
 Used by ``hpc-train export``, by ``load_model``, and by runs that start from another run's weights. The
 command runs in its own process, ``python -m hpc_train.training.checkpoint.export RUN_FOLDER TARGET
-[--ema|--no-ema] [--best|--last|--step STEP]``: commands import no torch. ``checkpoint.programs`` writes other
-formats.
+[--ema|--no-ema] [--best|--last|--step STEP]``: commands import no torch. ``checkpoint.inference`` writes
+programs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
 from hpc_train.experiment.config.schema import as_training
 from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths
-from hpc_train.run import frozen_experiment
+from hpc_train.run import files, frozen_experiment, storage_errors
 from hpc_train.run.checkpoints import committed, find_step, kept_best, selection_words, verify
-from hpc_train.run.files import read_json, sync_folder
 from hpc_train.run.find import refuse_target, run_name
-from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
 from hpc_train.training.checkpoint.state import EMA, MODEL
-from hpc_train.training.models import lora
+from hpc_train.training.models import fine_tuning
 from hpc_train.training.strategies.base import Piece
 
 
@@ -57,11 +55,10 @@ def export(
     saved = SavedState.read(checkpoint)
     ema = uses_ema(run, saved, ema)
     entries = plain_weights(checkpoint, saved, ema=ema)
-    run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
+    run_id = str((files.read_json(run.run) or {}).get("id", run.folder.name))
     metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
     if target.suffix in PROGRAMS:
-        from hpc_train.training.checkpoint.inference import load_model
-        from hpc_train.training.checkpoint.programs import write_program
+        from hpc_train.training.checkpoint.inference import load_model, write_program
 
         model = load_model(run, best=None, step=checkpoint.step, ema=ema)
         _write(target, lambda path: write_program(model, path, target.suffix, metadata))
@@ -112,9 +109,9 @@ def _write(target: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         temporary.replace(target)
-        sync_folder(target.parent)
+        files.sync_folder(target.parent)
     except OSError as error:
-        raise storage_error(error, target) from error
+        raise storage_errors.storage_error(error, target) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -164,13 +161,15 @@ def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool =
         for name in (*saved.tensors, *saved.tied)
         if name.startswith(MODEL)
     }
-    if not any(name.endswith(f".{lora.A}") for name in entries):
+    if not any(name.endswith(f".{fine_tuning.A}") for name in entries):
         return entries
     run = RunPaths(checkpoint.folder.parent.parent)
     config = as_training(frozen_experiment.read(run)).model.lora
     if config is None:  # the names belong to the model
         return entries
-    readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))
+    readers = fine_tuning.merged(
+        {name: entry.read for name, entry in entries.items()}, fine_tuning.scale_of(config)
+    )
     return {name: replace(entries[name], read=read) for name, read in readers.items()}
 
 

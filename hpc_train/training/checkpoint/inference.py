@@ -2,15 +2,21 @@
 
 The model is built like on ranks, from the run's experiment by the code of its snapshot, and gets the weights
 of a checkpoint. Neither the data nor a scheduler is needed: checkpoints contain the facts about the data.
+
+``hpc-train export RUN -o FILE.onnx`` and ``FILE.pt2`` write it as a program without Python code: torch traces
+the module with two samples; the number of samples in a batch stays variable.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
+import json
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +24,22 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hpc_train.errors import BadFileError, UsageError
+from hpc_train.errors import BadFileError, HpcTrainError, UsageError, printable
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.data_facts.by_name import image_shape
 from hpc_train.package_path import hidden_modules
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import newest_number
+from hpc_train.registry import importing
+from hpc_train.run import attempts, create, trust
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
-from hpc_train.run.create import training_experiment
-from hpc_train.run.trust import check_run
 from hpc_train.training.checkpoint.export import find_intact, plain_weights, uses_ema
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.shards import Entry
+from hpc_train.training.datasets import batches, building, tokenization
 from hpc_train.training.datasets.base import RawInput
-from hpc_train.training.datasets.batches import prepared_inputs
-from hpc_train.training.datasets.building import build_source
-from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.tokenization import decoder_of
+from hpc_train.training.datasets.normalize import Normalize, mean_and_std
 from hpc_train.training.datasets.types import DataInfo, TargetSpecs, Tensors
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -76,7 +80,7 @@ class LoadedModel:
         """
         if self.data.sequence_length is not None:
             return self._tokens(samples)
-        inputs = prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
+        inputs = batches.prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
         if isinstance(inputs, Tensor):
             self._warn_of_other_images(inputs)
         return self.normalize(inputs)
@@ -105,13 +109,13 @@ class LoadedModel:
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
         """Return the text of tokens of a language model. Raises UsageError without its tokenizer."""
-        decoder = decoder_of(self.data)
+        decoder = tokenization.decoder_of(self.data)
         if decoder is None:
             raise UsageError("decode: the tokenizer of the run's data is not on this machine")
         return decoder.decode(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
 
     def _tokens(self, texts: Sequence[Any]) -> Tensor:
-        encode = getattr(decoder_of(self.data), "encode", None)
+        encode = getattr(tokenization.decoder_of(self.data), "encode", None)
         if encode is None or not all(isinstance(text, str) for text in texts):
             raise UsageError(
                 "preprocess: this run's model takes tokens, and its tokenizer on this machine encodes only "
@@ -132,11 +136,11 @@ def load_model(
     import the user's modules from the run's snapshot. Raises UsageError if there is no such checkpoint or no
     EMA, StorageError if it is damaged, BadFileError if the model can't be built or is another one.
     """
-    check_run(run)
+    trust.check_run(run)
     checkpoint = find_intact(run, best=best, step=step)
     saved = SavedState.read(checkpoint)
     ema = uses_ema(run, saved, ema)
-    experiment = with_preprocessing(training_experiment(run, newest_number(run)))
+    experiment = with_preprocessing(create.training_experiment(run, attempts.newest_number(run)))
     with _importing_from(_code_folders(run) if uses_snapshot else []):
         info = _data_info(experiment, saved)
         spec = target_spec(make_task(experiment, info))
@@ -171,7 +175,7 @@ def _data_info(experiment: Experiment, saved: SavedState) -> DataInfo:
     try:
         return TypeAdapter(DataInfo).validate_python(data["info"])
     except KeyError:
-        info = build_source(experiment.data).info
+        info = building.build_source(experiment.data).info
         return replace(info, mean=tuple(data.get("mean", info.mean)), std=tuple(data.get("std", info.std)))
     except ValidationError as error:
         raise BadFileError(f"checkpoint: its facts about the data are damaged: {error}") from error
@@ -208,3 +212,135 @@ def _importing_from(folders: Sequence[str]) -> Iterator[None]:
     finally:
         sys.path[:] = before
         sys.modules.update(hidden)
+
+
+#: Maximum bytes of weights in an ONNX file: its protobuf is limited to 2 GiB, and the graph needs the rest.
+_ONNX_MAX_BYTES = 2**31 - 2**24
+#: Largest difference to PyTorch, relative to the largest output. Measured: up to 1e-5 in float32.
+_TOLERANCE = 1e-3
+#: Lines of torch's error that a message shows.
+_CAUSE_LINES = 4
+
+
+def write_program(model: LoadedModel, path: Path, suffix: str, metadata: dict[str, str]) -> None:
+    """Write ``model`` to ``path`` in the format of ``suffix``, with the facts that its users need.
+
+    Raises BadFileError if a package is missing, the model can't be traced, or ONNX Runtime, if it is
+    installed, computes other outputs.
+    """
+    is_onnx = suffix == ".onnx"
+    inputs = example_inputs(model)
+    if is_onnx:
+        with importing("onnxscript", "onnx", needed_by="-o FILE.onnx", otherwise=", or write FILE.pt2"):
+            import onnxscript  # noqa: F401
+        _refuse_too_large(model)
+        model.module.float()  # ONNX Runtime lacks float64 convolutions, among others
+        inputs = pytree.tree_map(lambda part: part.float() if part.is_floating_point() else part, inputs)
+    batch = torch.export.Dim("batch")
+    shapes = (pytree.tree_map(lambda _: {0: batch}, inputs),)
+    facts = {**metadata, **_facts(model)}
+    with _failing(model.experiment.model.name, suffix):
+        program = torch.export.export(model.module, (inputs,), dynamic_shapes=shapes)
+        if not is_onnx:
+            with path.open("wb") as file:
+                torch.export.save(program, file, extra_files={f"{key}.json": facts[key] for key in facts})
+            return
+        names: Any = {"input_names": ["input"], "output_names": ["output"]}
+        leaves = len(pytree.tree_leaves(inputs)), len(pytree.tree_leaves(model.module(inputs)))
+        exported = torch.onnx.export(
+            program, dynamic_shapes=shapes, verbose=False, **(names if leaves == (1, 1) else {})
+        )
+        assert exported is not None, "torch's exporter returns a program"
+        exported.model.metadata_props.update(facts)
+        exported.save(path, external_data=False)
+    _compare(model, path, inputs)
+
+
+def example_inputs(model: LoadedModel) -> Tensors:
+    """Return the module's inputs for two samples: random ones, or if their size is unknown those of the data.
+
+    Raises BadFileError if the data are not there then.
+    """
+    info, shape = model.data, image_shape(model.experiment.data)
+    if info.sequence_length is not None:
+        return torch.randint(info.num_classes, (2, info.sequence_length))
+    if shape is not None:
+        return model.preprocess(*torch.randint(256, (2, info.channels, *shape), dtype=torch.uint8))
+    try:
+        source = building.build_source(model.experiment.data)
+        batch = batches.try_samples(source, model.experiment, model.target_spec)[0][-1]
+    except HpcTrainError as error:
+        raise BadFileError(
+            f"data: an export needs an input of the model, and the data are not here: {error}; put them "
+            "back, or export the weights: -o FILE.safetensors"
+        ) from error
+    return model.normalize(batch.taken([0, -1]).inputs)
+
+
+def _facts(model: LoadedModel) -> dict[str, str]:
+    """Return key → JSON: the model's name, the classes, and the normalization of images of 0…1."""
+    mean, std = mean_and_std(model.data, model.experiment.data)
+    facts = {"model": model.experiment.model.name, "classes": model.class_names}
+    pixels = {"mean": mean, "std": std} if model.data.sequence_length is None else {}
+    return {key: json.dumps(value) for key, value in (facts | pixels).items()}
+
+
+def _refuse_too_large(model: LoadedModel) -> None:
+    nbytes = sum(tensor.nbytes for tensor in model.module.state_dict().values())
+    if nbytes > _ONNX_MAX_BYTES:
+        raise BadFileError(
+            f"-o FILE.onnx: {model.experiment.model.name} has {nbytes / 2**30:.1f} GiB of weights, and an "
+            "ONNX file holds at most 2; write FILE.pt2"
+        )
+
+
+@contextmanager
+def _failing(name: str, suffix: str) -> Iterator[None]:
+    """Raise BadFileError with the first lines of the cause for an error of torch or the model's code.
+
+    Their output is dropped: torch prints the whole graph if it can't trace it.
+    """
+    output = io.StringIO()
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(output), redirect_stderr(output):
+            warnings.simplefilter("ignore")
+            yield
+    except (HpcTrainError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        lines = [line.rstrip()[:300] for line in str(cause).splitlines() if line.strip()][:_CAUSE_LINES]
+        text = printable("\n".join(lines))
+        raise BadFileError(
+            f"model.name: {name} can't be exported as {suffix}: {type(cause).__name__}: {text}\nchange this "
+            "part of the model (docs/deploying.md), or export the weights: -o FILE.safetensors"
+        ) from error
+    finally:
+        logging.disable(before)
+
+
+def _compare(model: LoadedModel, path: Path, inputs: Tensors) -> None:
+    """Raise BadFileError if ONNX Runtime computes other outputs for one sample and for two."""
+    with suppress(ImportError):
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path.read_bytes())
+        for count in (1, 2):
+            batch = pytree.tree_map(lambda part, count=count: part[:count], inputs)
+            arrays = (part.numpy() for part in pytree.tree_leaves(batch))
+            feed = dict(zip((entry.name for entry in session.get_inputs()), arrays, strict=True))
+            expected = pytree.tree_leaves(model.module(batch))
+            for output, wanted in zip(session.run(None, feed), expected, strict=True):
+                largest = float(wanted.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6))
+                limits: Any = {"rtol": 0, "atol": _TOLERANCE * largest, "equal_nan": True}
+                try:
+                    torch.testing.assert_close(torch.from_numpy(output), wanted, **limits)
+                except AssertionError as error:
+                    raise BadFileError(
+                        f"model.name: {model.experiment.model.name} computes other outputs in ONNX Runtime: "
+                        f"{error}\nwrite FILE.pt2"
+                    ) from error

@@ -92,7 +92,9 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[s
         digest.update(header)
         file.write(header)
         for name in names:
-            for chunk in _chunks(entries[name].read()):
+            octets = _memory(entries[name].read())
+            for begin in range(0, len(octets), _CHUNK_BYTES):
+                chunk = octets[begin : begin + _CHUNK_BYTES]
                 digest.update(chunk)
                 file.write(chunk)
                 flush.begin(len(chunk))
@@ -131,12 +133,6 @@ def _header(entries: Mapping[str, Entry], metadata: dict[str, str]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    octets = _memory(tensor)
-    for begin in range(0, len(octets), _CHUNK_BYTES):
-        yield octets[begin : begin + _CHUNK_BYTES]
 
 
 def _memory(tensor: Tensor) -> memoryview:

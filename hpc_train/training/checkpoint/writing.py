@@ -24,23 +24,9 @@ from torch import Tensor
 from hpc_train.errors import FINITE_REMEDY, BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.rank import signals
-from hpc_train.run import evaluation_jobs
+from hpc_train.run import checkpoints, evaluation_jobs, file_shapes, storage_errors
 from hpc_train.run.best import BEST, Best
-from hpc_train.run.checkpoints import (
-    FORMAT_VERSION,
-    VERIFIED,
-    FileEntry,
-    Manifest,
-    file_entry,
-    hash_file,
-    move_away,
-    newest_attempt,
-    prune,
-    read_object,
-)
-from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.files import free_space, sync_folder, write_text
-from hpc_train.run.storage_errors import retried, storage_error
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.checkpoint.saved_tensors import SavedTensor
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
@@ -104,7 +90,7 @@ class CheckpointWriter:
             self.together(temporary.folder, lambda: _refuse_non_finite(staged))
             self.together(temporary.folder, lambda: self._make_room(temporary, staged.total_nbytes))
             shard, write = temporary.shard(self.ranks.rank), partial(self._write_shard, temporary, staged)
-            self.together(temporary.folder, lambda: retried(write, shard))
+            self.together(temporary.folder, lambda: storage_errors.retried(write, shard))
             if before_commit is not None:
                 self.together(self.paths.folder, before_commit)
             self.together(temporary.folder, lambda: self._commit(temporary, staged))
@@ -122,14 +108,14 @@ class CheckpointWriter:
             except (OSError, BadFileError) as error:
                 self.refuse_if_fenced()  # the later attempt has removed this attempt's files
                 if isinstance(error, OSError):
-                    raise storage_error(error, folder) from error
+                    raise storage_errors.storage_error(error, folder) from error
                 raise
 
         return self.ranks.together(named_errors)
 
     def refuse_if_fenced(self) -> None:
         """Raise UserError if a later attempt owns the run; then this attempt commits and removes nothing."""
-        owner = newest_attempt(self.paths)
+        owner = checkpoints.newest_attempt(self.paths)
         if owner > self.attempt:
             raise UserError(f"attempt {owner} continues this run; attempt {self.attempt} saves nothing more")
 
@@ -156,7 +142,7 @@ class CheckpointWriter:
         entries = {name: Entry.of(tensor) for name, tensor in staged.tensors.items()}
         file = write_safetensors(temporary.shard(rank), entries, {"step": str(staged.step)})
         index = {
-            "file": encoded(file),
+            "file": file_shapes.encoded(file),
             "tensors": {name: entry.to_json() for name, entry in staged.table.items()},
             "rest": staged.rest if rank else {},
         }
@@ -168,29 +154,33 @@ class CheckpointWriter:
             return
         files, tensors, others = self._merge_indices(temporary)
         rest = united({0: staged.rest, **others}, tensors)
-        state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
+        state = {"version": checkpoints.FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
-        files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
+        files[temporary.state.name] = checkpoints.FileEntry(
+            temporary.state.stat().st_size, checkpoints.hash_file(temporary.state)
+        )
         extra = staged.rest.get("extra", {})
-        best, verified = decoded(Best, extra.get(BEST)), extra.get(VERIFIED)
-        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(temporary)
+        best, verified = file_shapes.decoded(Best, extra.get(BEST)), extra.get(checkpoints.VERIFIED)
+        checkpoints.Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(
+            temporary
+        )
         self.refuse_if_fenced()
         folder = self.paths.checkpoint(staged.step).folder
         if folder.exists():
-            move_away(folder)
+            checkpoints.move_away(folder)
         temporary.folder.rename(folder)
         sync_folder(self.paths.checkpoints)
 
     def _merge_indices(
         self, temporary: CheckpointPaths
-    ) -> tuple[dict[str, FileEntry], dict[str, dict[str, Any]], dict[int, dict[str, Any]]]:
-        files: dict[str, FileEntry] = {}
+    ) -> tuple[dict[str, checkpoints.FileEntry], dict[str, dict[str, Any]], dict[int, dict[str, Any]]]:
+        files: dict[str, checkpoints.FileEntry] = {}
         tensors: dict[str, dict[str, Any]] = {}
         others: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.world_size):
-            index = read_object(temporary.shard_index(rank))
+            index = checkpoints.read_object(temporary.shard_index(rank))
             name = temporary.shard(rank).name
-            files[name] = file_entry(temporary.shard_index(rank), name, index["file"])
+            files[name] = checkpoints.file_entry(temporary.shard_index(rank), name, index["file"])
             for name, entry in index["tensors"].items():
                 merged = tensors.setdefault(name, {**entry, "pieces": []})
                 merged["pieces"] += entry["pieces"]
@@ -205,7 +195,7 @@ class CheckpointWriter:
             return
         try:
             needed = evaluation_jobs.unfinished(self.paths)
-            prune(self.paths, self.keep, self.attempt, self.keep_every, needed)
+            checkpoints.prune(self.paths, self.keep, self.attempt, self.keep_every, needed)
         except OSError as error:  # the next save tries again
             if error.errno not in self._warned_of:
                 self._warned_of.add(error.errno)
@@ -243,13 +233,14 @@ class UnderWay:
     clear_up: Callable[[], None]
     stall_s: float = 0.0
     error: BaseException | None = None
+    #: Set once the checkpoint is committed or the save has failed; ``clear_up`` may still be running.
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread = field(init=False)
     _committed_at: float = 0.0
-    _written: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         signals.block()  # the training thread handles them
@@ -258,22 +249,9 @@ class UnderWay:
             self._committed_at = time.monotonic()
         except BaseException as error:
             self.error = error
-        self._written.set()
+        self.has_ended.set()
         if self.error is None:
             self.clear_up()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the checkpoint is committed or the save has failed; ``clear_up`` may still be running."""
-        return self._written.is_set()
-
-    def wait(self) -> None:
-        """Return once it has ended, successfully or not."""
-        self._written.wait()
-
-    def wait_cleared(self) -> None:
-        """Return once its thread has ended."""
-        self._thread.join()
 
     def result(self) -> Save:
         """Return its result, or raise its error. After it ended."""

@@ -144,10 +144,12 @@ def _resized_crops(
     ]
 
 
-def crop_interpolations(keys: Keys, config: RandomResizedCropConfig, default: str, count: int) -> list[str]:
-    """Return the interpolation of each image's crop."""
-    if config.interpolation != "random":
-        return [config.interpolation or default] * count
+def crop_interpolations(
+    keys: Keys, config: RandomResizedCropConfig | None, default: str, count: int
+) -> list[str]:
+    """Return the interpolation of each image."""
+    if config is None or config.interpolation != "random":
+        return [(config and config.interpolation) or default] * count
     is_bicubic = keys.flags("crop.interpolation", 0.5).tolist()
     return ["bicubic" if flag else "bilinear" for flag in is_bicubic]
 

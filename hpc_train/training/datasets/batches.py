@@ -58,11 +58,11 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
     def __init__(
         self, stream: BatchStream, sampler: MicroBatchSampler, reader: SlotReader, bad: BadSamples | None
     ) -> None:
-        self._stream, self.sampler, self._reader, self._bad_samples = stream, sampler, reader, bad
+        self.stream, self.sampler, self._reader, self._bad_samples = stream, sampler, reader, bad
         self._slots_per_step = sampler.slots_per_step
 
     def __next__(self) -> tuple[int, list[Batch]]:
-        reads = [next(self._stream) for _ in range(self._slots_per_step)]
+        reads = [next(self.stream) for _ in range(self._slots_per_step)]
         if self._bad_samples is not None:
             self._bad_samples.note(sample for read in reads for sample in read.bad)
         return reads[0].batch.step, [read.batch for read in reads]
@@ -77,16 +77,11 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
         Waits up to ``within_s`` for it, so that polling takes no time from the rank's loader processes.
         Always true without loader processes, because then the rank itself reads.
         """
-        return self._stream.holds(self._slots_per_step, within_s)
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """The loader processes; empty if there are none, or once closed."""
-        return self._stream.worker_pids
+        return self.stream.holds(self._slots_per_step, within_s)
 
     def close(self) -> None:
         """End the loader processes."""
-        self._stream.close()
+        self.stream.close()
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +123,7 @@ def training_batches(
     return TrainingBatches(stream, sampler, reader, bad_samples)
 
 
+@dataclass
 class EvaluationBatches:
     """This rank's share of a split, restarted by each ``iter``; loader processes live for one pass.
 
@@ -135,27 +131,17 @@ class EvaluationBatches:
     neither start processes nor decode again.
     """
 
-    def __init__(
-        self,
-        reader: SlotReader,
-        sampler: EvaluationSampler,
-        workers: int,
-        device: torch.device,
-        bad_samples: BadSamples | None,
-        *,
-        keeps: bool = False,
-    ) -> None:
-        self._reader = reader
-        self._sampler = sampler
-        self._workers = workers
-        self._device = device
-        self._bad_samples = bad_samples
-        self._keeps = keeps
-        #: The batches of a whole pass.
-        self._kept: list[Batch] | None = None
+    reader: SlotReader
+    sampler: EvaluationSampler
+    workers: int
+    device: torch.device
+    bad_samples: BadSamples | None
+    keeps: bool = False
+    #: The batches of a whole pass.
+    _kept: list[Batch] | None = None
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.until(lambda: False):
@@ -168,9 +154,9 @@ class EvaluationBatches:
             yield from map(self._unshared, self._kept)
             return
         kept: list[Batch] = []
-        free_bytes = _MAX_KEPT_BYTES if self._keeps else 0
-        workers = min(self._workers, len(self))
-        stream = BatchStream(self._reader, self._sampler, workers=workers, device=self._device)
+        free_bytes = _MAX_KEPT_BYTES if self.keeps else 0
+        workers = min(self.workers, len(self))
+        stream = BatchStream(self.reader, self.sampler, workers=workers, device=self.device)
         try:
             for _ in range(len(self)):
                 while not stream.holds(1, within_s=_LOOK_EVERY_S):
@@ -178,8 +164,8 @@ class EvaluationBatches:
                         yield None
                         return
                 read = next(stream)
-                if self._bad_samples is not None:
-                    self._bad_samples.note(read.bad)
+                if self.bad_samples is not None:
+                    self.bad_samples.note(read.bad)
                 free_bytes -= read.batch.nbytes
                 if free_bytes >= 0:
                     kept.append(self._unshared(read.batch))
@@ -190,7 +176,7 @@ class EvaluationBatches:
 
     def _unshared(self, batch: Batch) -> Batch:
         """Return a copy that the model may overwrite; ``to`` makes it for another device."""
-        return batch.clone() if self._device.type == "cpu" else batch
+        return batch.clone() if self.device.type == "cpu" else batch
 
 
 def evaluation_batches(

@@ -19,16 +19,7 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from hpc_train.errors import BadFileError
-from hpc_train.training.datasets.images import (
-    DEFAULT_RULES,
-    UPRIGHT,
-    PixelRules,
-    as_tensor,
-    open_image,
-    orientation_of,
-    resize,
-    turned_upright,
-)
+from hpc_train.training.datasets import images
 
 _JPEG_START = b"\xff\xd8"
 #: Requested channels and the file's colorspace → the colorspace to decode to, if Pillow's result is the same.
@@ -81,8 +72,8 @@ class EncodedImage:
         try:
             pixels = simplejpeg.decode_jpeg(self.content, self.colorspace, False, False, *sides)
         except ValueError:  # Pillow reads some damaged files, and has a better message for the others
-            rules = PixelRules(max_pixels=height * width)
-            return resize(_decode_by_pillow(self.content, channels, rules), *sides)
+            rules = images.PixelRules(max_pixels=height * width)
+            return images.resize(_decode_by_pillow(self.content, channels, rules), *sides)
         return torch.from_numpy(pixels).permute(2, 0, 1)
 
     def resized_part(
@@ -99,7 +90,7 @@ class EncodedImage:
         top = min(round(corner[0] / reduction), image.shape[1] - height)
         left = min(round(corner[1] / reduction), image.shape[2] - width)
         part = image[:, top : top + height, left : left + width]
-        return resize(part, *to, interpolation)
+        return images.resize(part, *to, interpolation)
 
 
 def reduction_for(sides: tuple[int, int], to: tuple[int, int]) -> int:
@@ -109,7 +100,7 @@ def reduction_for(sides: tuple[int, int], to: tuple[int, int]) -> int:
 
 
 def read_image(
-    content: bytes | bytearray, channels: int, index: int, rules: PixelRules = DEFAULT_RULES
+    content: bytes | bytearray, channels: int, index: int, rules: images.PixelRules = images.DEFAULT_RULES
 ) -> EncodedImage | Tensor:
     """Return the image of a file's ``content`` as 1 or 3 channels; for ordinary JPEG only the header is read.
 
@@ -130,9 +121,9 @@ def is_decoded(content: bytes | bytearray) -> bool:
     return content.startswith(_PIXELS_START)
 
 
-def _is_turned(content: bytes | bytearray, rules: PixelRules) -> bool:
-    with open_image(content, rules.max_pixels) as image:
-        return orientation_of(image) != UPRIGHT
+def _is_turned(content: bytes | bytearray, rules: images.PixelRules) -> bool:
+    with images.open_image(content, rules.max_pixels) as image:
+        return images.orientation_of(image) != images.UPRIGHT
 
 
 def as_pixels(image: Tensor) -> bytes:
@@ -169,7 +160,7 @@ def decoded(image: Tensor | EncodedImage) -> Tensor:
     return image.decode() if isinstance(image, EncodedImage) else image
 
 
-def decode(content: bytes, channels: int, rules: PixelRules = DEFAULT_RULES) -> Tensor:
+def decode(content: bytes, channels: int, rules: images.PixelRules = images.DEFAULT_RULES) -> Tensor:
     """Return the image (C, H, W) uint8 of a file's ``content`` with ``channels`` channels, 1 or 3.
 
     Pixels are stored as (H, W, C). Raises the same errors as ``read_image``.
@@ -178,8 +169,8 @@ def decode(content: bytes, channels: int, rules: PixelRules = DEFAULT_RULES) -> 
     return image._decoded(1) if isinstance(image, EncodedImage) else image
 
 
-def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: PixelRules) -> Tensor:
-    with open_image(content, rules.max_pixels) as image:
+def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: images.PixelRules) -> Tensor:
+    with images.open_image(content, rules.max_pixels) as image:
         if rules.value_range is not None and has_sixteen_bit_colors(image):
             raise BadFileError(
                 "data: an image has 16 bits per color, of which Pillow reads 8, so data.value_range "
@@ -187,8 +178,10 @@ def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: PixelRul
             )
         value_range = None if states_its_range(image) else rules.value_range
         image.load()
-        pixels = as_tensor(image, channels, value_range)
-        return turned_upright(pixels, orientation_of(image) if rules.applies_orientation else UPRIGHT)
+        pixels = images.as_tensor(image, channels, value_range)
+        return images.turned_upright(
+            pixels, images.orientation_of(image) if rules.applies_orientation else images.UPRIGHT
+        )
 
 
 def states_its_range(image: ImageFile.ImageFile) -> bool:

@@ -274,8 +274,7 @@ def _with_channels(image: Tensor, channels: int) -> Tensor:
     if has == 3 and channels == 1:
         from torchvision.transforms.v2 import functional as tvf
 
-        gray: Tensor = tvf.rgb_to_grayscale(image)
-        return gray
+        return tvf.rgb_to_grayscale(image)
     raise BadFileError(f"data: an image of shape {tuple(image.shape)} has {has} channels, not {channels}")
 
 

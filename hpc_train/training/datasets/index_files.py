@@ -24,16 +24,7 @@ import xxhash
 from hpc_train.console import say
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.listed_data import (
-    INDEX_LENGTH,
-    INDEX_MAGIC,
-    StoredArray,
-    StoredSplit,
-    header_digest,
-    index_header,
-    index_path,
-)
-from hpc_train.experiment.data_facts.root_layout import why_not_read
+from hpc_train.experiment.data_facts import listed_data, root_layout
 from hpc_train.run.files import open_regular, replacing
 from hpc_train.run.storage_errors import storage_error
 
@@ -75,7 +66,7 @@ class Layout:
     splits: frozenset[str]
     arrays: frozenset[str]
 
-    def fits(self, splits: Mapping[str, StoredSplit]) -> bool:
+    def fits(self, splits: Mapping[str, listed_data.StoredSplit]) -> bool:
         """Return True if the header of an index has these splits and arrays."""
         return splits.keys() == self.splits and all(
             self.arrays <= split.arrays.keys() for split in splits.values()
@@ -104,8 +95,8 @@ def open_index(data: DataConfig, files: Sequence[Path], layout: Layout) -> Index
     An index without the splits and arrays of ``layout`` is damaged. Raises OSError if a file is not here, or
     the disk fails.
     """
-    path = index_path(data, files)
-    header, start = index_header(path) or (None, 0)
+    path = listed_data.index_path(data, files)
+    header, start = listed_data.index_header(path) or (None, 0)
     if header is None or not layout.fits(header.splits):
         return None
     with open_regular(path) as file:
@@ -120,7 +111,7 @@ class _DamagedError(Exception):
     """An array differs from the one that was written."""
 
 
-def _read_arrays(file: BinaryIO, start: int, split: StoredSplit) -> dict[str, Array]:
+def _read_arrays(file: BinaryIO, start: int, split: listed_data.StoredSplit) -> dict[str, Array]:
     """Return the arrays of a split. Raises _DamagedError unless types and numbers of rows are right."""
     arrays = {key: _read_array(file, start, key, entry) for key, entry in split.arrays.items()}
     rows = {key: len(array) - (key in _ONE_MORE) for key, array in arrays.items() if key not in _ANY_NUMBER}
@@ -129,7 +120,7 @@ def _read_arrays(file: BinaryIO, start: int, split: StoredSplit) -> dict[str, Ar
     return arrays
 
 
-def _read_array(file: BinaryIO, start: int, key: str, entry: StoredArray) -> Array:
+def _read_array(file: BinaryIO, start: int, key: str, entry: listed_data.StoredArray) -> Array:
     is_typed = re.fullmatch(_TYPES.get(key, ""), entry.dtype)
     # Checked before reading: a wrong size would be allocated.
     if not is_typed or start + entry.offset + entry.nbytes > os.fstat(file.fileno()).st_size:
@@ -156,7 +147,7 @@ def index_of(
 def _made(files: Sequence[Path], make: Callable[[], Index]) -> Index:
     """Return the result of ``make``. Raises BadFileError for a file that is a pointer of Git LFS."""
     for path in files:
-        if (why := why_not_read(path)) is not None:
+        if (why := root_layout.why_not_read(path)) is not None:
             raise BadFileError(f"data.root: {path} {why}; put the file itself there")
     return make()
 
@@ -166,12 +157,12 @@ def ensure_index(data: DataConfig, files: Sequence[Path], layout: Layout, make: 
 
     For ``prepare``. Raises BadFileError if the files change meanwhile, StorageError if the disk refuses it.
     """
-    path = index_path(data, files)
+    path = listed_data.index_path(data, files)
     if (existing := open_index(data, files, layout)) is not None:
         say(f"data.root: the index {path} is intact and up to date")
         return existing
     index = _made(files, make)
-    if index_path(data, files) != path:
+    if listed_data.index_path(data, files) != path:
         raise BadFileError(
             f"data.root: the files in {data.root} changed while they were indexed; run prepare again"
         )
@@ -195,7 +186,11 @@ def _write(path: Path, index: Index) -> None:
     header = {"splits": splits, "class_names": index.class_names, "facts": dict(index.facts)}
     text = json.dumps(header).encode()
     with replacing(path, sync=True) as file:
-        file.write(INDEX_MAGIC + INDEX_LENGTH.pack(len(text), header_digest(text)) + text)
+        file.write(
+            listed_data.INDEX_MAGIC
+            + listed_data.INDEX_LENGTH.pack(len(text), listed_data.header_digest(text))
+            + text
+        )
         for array in arrays:
             file.write(array.tobytes())
 

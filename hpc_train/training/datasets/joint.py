@@ -278,7 +278,8 @@ class JointTransform:
         keys = Keys(self._seed, slot.epoch, slot.indices, slot.repeats)
         geometries = self._geometries(images, keys)
         moved = self._moved(targets, geometries)
-        names = self._interpolations(keys, len(images))
+        crop = self._augment.random_resized_crop
+        names = crop_interpolations(keys, crop, self._interpolation, len(images))
         images_BCHW = stack(
             [
                 geometry.image(image, name)
@@ -286,11 +287,6 @@ class JointTransform:
             ]
         )
         return self._photometric(images_BCHW, keys), moved
-
-    def _interpolations(self, keys: Keys, count: int) -> list[str]:
-        crop = self._augment.random_resized_crop
-        default = self._interpolation
-        return [default] * count if crop is None else crop_interpolations(keys, crop, default, count)
 
     def _geometries(self, images: Sequence[Tensor | EncodedImage], keys: Keys) -> list[Geometry]:
         sides = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]

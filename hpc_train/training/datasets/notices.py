@@ -17,17 +17,8 @@ from PIL import Image, ImageFile
 
 from hpc_train.errors import listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets import decoding, images
 from hpc_train.training.datasets.base import DataSource, FileSplit
-from hpc_train.training.datasets.decoding import has_sixteen_bit_colors, is_decoded
-from hpc_train.training.datasets.images import (
-    UPRIGHT,
-    PixelRules,
-    has_sixteen_bits,
-    image_content,
-    open_image,
-    orientation_of,
-    sample_path,
-)
 from hpc_train.training.datasets.types import DataInfo
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
@@ -55,7 +46,7 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
 
     ``more_masks_s``: time limit for reading further training masks if the first ones lack classes.
     """
-    inspected = _Inspection(PixelRules.of(data), source.info)
+    inspected = _Inspection(images.PixelRules.of(data), source.info)
     files = source.packed_from or source
     for name, split in (("train", files.train), ("val", files.val)):
         if isinstance(split, FileSplit):
@@ -68,7 +59,7 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
 class _Inspection:
     """Conversions that lose information, and class numbers in masks, of a sample of image files."""
 
-    def __init__(self, rules: PixelRules, info: DataInfo) -> None:
+    def __init__(self, rules: images.PixelRules, info: DataInfo) -> None:
         self._rules, self._info = rules, info
         self._num_files = 0
         self._counts: Counter[str] = Counter()
@@ -88,7 +79,7 @@ class _Inspection:
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
             try:
                 content, target = split.file_content(index)
-                if not is_decoded(content):
+                if not decoding.is_decoded(content):
                     self._inspect_file(split, index, content)
             except Exception:  # any error of a source or Pillow: reading the sample reports it
                 continue
@@ -193,21 +184,23 @@ class _Inspection:
         return listed(shown, 10)
 
     def _inspect_file(self, split: Any, index: int, content: bytes | bytearray) -> None:
-        path = sample_path(split, index)
+        path = images.sample_path(split, index)
         name = f"sample {index}" if path is None else str(path)
-        with open_image(content, self._rules.max_pixels) as image:
+        with images.open_image(content, self._rules.max_pixels) as image:
             self._num_files += 1
             for kind, low, high in self._losses_of(image):
                 before = self._ranges.get(kind, (low, high))
                 self._ranges[kind] = min(low, before[0]), max(high, before[1])
                 self._note(kind, name)
-            orientation = orientation_of(image)
-        if orientation != UPRIGHT and not self._rules.applies_orientation:
+            orientation = images.orientation_of(image)
+        if orientation != images.UPRIGHT and not self._rules.applies_orientation:
             self._note("orientation", name)
         if hasattr(split, "mask_path"):
-            with open_image(image_content(split.mask_path(index)), self._rules.max_pixels) as mask:
+            with images.open_image(
+                images.image_content(split.mask_path(index)), self._rules.max_pixels
+            ) as mask:
                 mask.load()
-                if orientation_of(mask) != orientation:
+                if images.orientation_of(mask) != orientation:
                     self._note("mask", name)
 
     def _note(self, kind: str, name: str) -> None:
@@ -218,14 +211,14 @@ class _Inspection:
         """Yield each kind of loss; for gray values with the minimum and maximum, else with zeros."""
         if getattr(image, "n_frames", 1) > 1 and image.format not in _PREVIEWS:
             yield "frames", 0, 0
-        if has_sixteen_bit_colors(image):
+        if decoding.has_sixteen_bit_colors(image):
             yield "colors", 0, 0
         if image.mode == "CMYK":
             yield "cmyk", 0, 0
         if _is_transparent(image):
             yield "alpha", 0, 0
         value_range = self._rules.value_range
-        if has_sixteen_bits(image) or (value_range is not None and image.mode in {"I", "F"}):
+        if images.has_sixteen_bits(image) or (value_range is not None and image.mode in {"I", "F"}):
             values = np.asarray(image)  # getextrema refuses big-endian TIFF files
             low, high = float(values.min()), float(values.max())
             if value_range is None:

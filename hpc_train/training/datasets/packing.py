@@ -24,22 +24,10 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.plan.input_files import pack_files
 from hpc_train.run.files import replacing
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.datasets import packed
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.decoding import as_pixels, decode
 from hpc_train.training.datasets.images import PixelRules, image_content
-from hpc_train.training.datasets.packed import (
-    DTYPES,
-    FOOTER,
-    MAGIC,
-    REMEDY,
-    Array,
-    DamagedPackError,
-    Pack,
-    hash_of,
-    may_decode_whole,
-    may_read,
-    open_split,
-)
 
 #: Images of at most this side are stored decoded. Measured, with padded crop and flip: 4.0 times the images
 #: per CPU second at 32 pixels, 2.6 at 64, 2.0 at 128, for 3, 6 and 9 times the bytes of the JPEG files.
@@ -61,8 +49,8 @@ class ImageFiles(Protocol):
 
     folder: Path
     channels: int
-    paths: Array
-    classes: Array
+    paths: packed.Array
+    classes: packed.Array
 
     def __len__(self) -> int: ...
 
@@ -100,35 +88,35 @@ def _intact(data: DataConfig, files: list[Path], source: DataSource) -> Path | N
     """Return the pack to use if there is one; None, after printing the reason, if it must be written."""
     for path in files:
         try:
-            pack = Pack(path)
-            if not may_read(data, pack.parts["train"]):
+            pack = packed.Pack(path)
+            if not packed.may_read(data, pack.parts["train"]):
                 continue
             if path in _checked:
                 return path
             why = _difference(pack, source)
         except FileNotFoundError:
             continue
-        except DamagedPackError as error:
+        except packed.DamagedPackError as error:
             why = str(error)
         if why is None:
             say(f"data.cache: {path}: intact and up to date")
             return path
-        say(f"{why.removesuffix(f'; {REMEDY}')}; writing it again")
+        say(f"{why.removesuffix(f'; {packed.REMEDY}')}; writing it again")
         return None
     return None
 
 
-def _difference(pack: Pack, source: DataSource) -> str | None:
+def _difference(pack: packed.Pack, source: DataSource) -> str | None:
     """Return the difference between the source and the pack. Raises DamagedPackError for a damaged pack."""
     splits = _splits(source)
     if pack.parts.keys() != splits.keys() or pack.class_names != source.info.class_names:
         return f"data.cache: {pack.path} has other splits or classes than {splits['train'].folder.parent}"
     for name, split in splits.items():
-        packed = open_split(pack, name, split.folder.parent, split.channels)
-        sizes, times = (pack.array(packed.part, array) for array in ("sizes", "times"))
-        names = bytes(pack.array(packed.part, "paths"))
-        pack.array(packed.part, "path_ends")
-        if len(packed) != len(split) or names != b"".join(split.paths.tolist()):
+        copy = packed.open_split(pack, name, split.folder.parent, split.channels)
+        sizes, times = (pack.array(copy.part, array) for array in ("sizes", "times"))
+        names = bytes(pack.array(copy.part, "paths"))
+        pack.array(copy.part, "path_ends")
+        if len(copy) != len(split) or names != b"".join(split.paths.tolist()):
             return f"data.cache: {pack.path} has other images than {split.folder}"
         facts = _in_parallel(lambda index, split=split: split.path(index).stat(), len(split))  # type: ignore[misc]
         changed = [
@@ -140,7 +128,7 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
             return (
                 f"data.cache: {split.path(changed[0])} has changed since it was packed, one of {len(changed)}"
             )
-        for _ in _in_parallel(packed.content, len(packed)):
+        for _ in _in_parallel(copy.content, len(copy)):
             pass
     return None
 
@@ -196,7 +184,7 @@ class _AnySize:
             image = decode(content, self._channels, self._rules)
         except Exception:  # any error of Pillow: the ranks report it when they read the file
             return content
-        return as_pixels(image) if may_decode_whole(self._data, min(image.shape[1:])) else content
+        return as_pixels(image) if packed.may_decode_whole(self._data, min(image.shape[1:])) else content
 
 
 class _SmallImages(_AnySize):
@@ -219,7 +207,7 @@ class _SmallImages(_AnySize):
         with self._lock:
             if self.header["pixels"] is None:
                 side = max(image.shape[1:])
-                if side > MAX_DECODED_SIDE or not may_decode_whole(self._data, side):
+                if side > MAX_DECODED_SIDE or not packed.may_decode_whole(self._data, side):
                     raise _NotAlikeError
                 self.header |= layout
             if not layout.items() <= self.header.items():
@@ -233,7 +221,7 @@ class _PackWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._offset = 0
-        self.write(MAGIC)
+        self.write(packed.MAGIC)
 
     def write(self, content: bytes) -> int:
         """Append; return the offset of the end."""
@@ -244,7 +232,7 @@ class _PackWriter:
     def split(self, split: ImageFiles, sample_format: _AnySize) -> dict[str, Any]:
         """Write the samples of a split and their arrays; return its entry of the header."""
         count = len(split)
-        arrays = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items() if name != "paths"}
+        arrays = {name: np.zeros(count, dtype) for name, dtype in packed.DTYPES.items() if name != "paths"}
         arrays["ends"], arrays["path_ends"] = np.zeros(count + 1, "<u8"), np.zeros(count + 1, "<u8")
         arrays["classes"][:] = split.classes
         arrays["ends"][0] = self._offset
@@ -265,16 +253,16 @@ class _PackWriter:
             "arrays": {name: self._array(array) for name, array in arrays.items()},
         }
 
-    def _array(self, array: Array) -> dict[str, Any]:
+    def _array(self, array: packed.Array) -> dict[str, Any]:
         begin = self._offset
         self.write(array.tobytes())
-        return {"offset": begin, "nbytes": self._offset - begin, "xxh3_128": hash_of(array)}
+        return {"offset": begin, "nbytes": self._offset - begin, "xxh3_128": packed.hash_of(array)}
 
     def finish(self, header: dict[str, Any]) -> None:
         """Write the header and the footer that points to it."""
         text = json.dumps(header).encode()
         self.write(text)
-        self.write(FOOTER.pack(len(text), xxhash.xxh3_128_digest(text), MAGIC))
+        self.write(packed.FOOTER.pack(len(text), xxhash.xxh3_128_digest(text), packed.MAGIC))
 
 
 def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _AnySize]) -> None:

@@ -1,5 +1,9 @@
 # ruff: noqa: N802, N803, N806  (shape suffixes)
-"""Counter-based random numbers of the data: a hash of (seed, epoch, sample, repeat, draw).
+"""Random numbers that depend on counters, not on earlier draws.
+
+Those of the data (``Keys``) are a hash of (seed, epoch, sample, repeat, draw). Those of a forward pass come
+from generators that are seeded by (seed, step, micro-batch). Measured on one core, µs per call: torch 1.1,
+Python 3.8, NumPy 1.5, the hash 1.1; ``torch.manual_seed`` is 110.
 
 SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; constants of
 https://prng.di.unimi.it/splitmix64.c): output n of the stream with state s is ``mix(s + (n + 1) * golden)``.
@@ -15,14 +19,12 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
-
-from hpc_train.training.distributed.seeds import splitmix64
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -46,6 +48,15 @@ def _mix_tensor(values: Tensor) -> Tensor:
     values = (values ^ _shift_right(values, first)) * _signed(_FACTORS[0])
     values = (values ^ _shift_right(values, second)) * _signed(_FACTORS[1])
     return values ^ _shift_right(values, third)
+
+
+def splitmix64(value: int) -> int:
+    """Return splitmix64's 64-bit output for the state ``value``."""
+    first, second, third = _SHIFTS
+    value = (value + _GOLDEN) & _MASK_64
+    value = ((value ^ (value >> first)) * _FACTORS[0]) & _MASK_64
+    value = ((value ^ (value >> second)) * _FACTORS[1]) & _MASK_64
+    return value ^ (value >> third)
 
 
 def hash_words(*values: int) -> int:
@@ -142,3 +153,37 @@ def restored_generators() -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
+
+
+def stream_seed(seed: int, step: int, number: int) -> int:
+    """Return the 64-bit seed of a micro-batch's forward pass."""
+    return splitmix64(_step_seed(seed, step) ^ number)
+
+
+@lru_cache(maxsize=2)  # training and an evaluation
+def _step_seed(seed: int, step: int) -> int:
+    return splitmix64(splitmix64(seed) ^ step)
+
+
+def seed_forward(seed: int, step: int, number: int, device: torch.device, stage: int = 0) -> None:
+    """Seed torch (CPU and ``device``), Python and NumPy for one micro-batch's forward pass.
+
+    ``stage``: of a pipeline; each except the first has its own stream, since it can't know how many numbers
+    the previous stages have drawn.
+    """
+    value = stream_seed(seed, step, number)
+    _seed_all(splitmix64(value ^ stage) if stage else value, device)
+
+
+def seed_build(seed: int) -> None:
+    """Seed the generators for a model's initial weights; models are built on the CPU."""
+    _seed_all(splitmix64(seed), torch.device("cpu"))
+
+
+def _seed_all(value: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFF_FFFF)

@@ -18,19 +18,11 @@ from torch.utils.data import Dataset
 
 from hpc_train.errors import BadFileError, HpcTrainError, TransientStorageError
 from hpc_train.run.bad_samples import BadSample, Part
+from hpc_train.training.datasets import images, random_numbers, skipping
 from hpc_train.training.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.training.datasets.decoding import UndecodableError, read_image
-from hpc_train.training.datasets.images import (
-    DEFAULT_RULES,
-    PixelRules,
-    as_inputs,
-    inputs_and_target,
-    sample_path,
-)
 from hpc_train.training.datasets.packed import DamagedPackError
-from hpc_train.training.datasets.random_numbers import hash_words, restored_generators, seed_generators
 from hpc_train.training.datasets.sampler import Slot
-from hpc_train.training.datasets.skipping import stand_ins
 from hpc_train.training.datasets.sources.text import TextSplit
 from hpc_train.training.datasets.targets import MisfitError, TargetCheck
 from hpc_train.training.datasets.types import Batch, Tensors, is_structured
@@ -99,7 +91,7 @@ class SlotReader(Dataset[Read | Failure]):
         *,
         part: Part = "train",
         skip_bad: bool = False,
-        rules: PixelRules = DEFAULT_RULES,
+        rules: images.PixelRules = images.DEFAULT_RULES,
     ) -> None:
         self._split = split
         # Once: a protocol check takes as long as reading a small sample.
@@ -118,18 +110,14 @@ class SlotReader(Dataset[Read | Failure]):
         self._seed = seed
         self._prepare = prepare
         self._targets = targets
-        self._is_checked = _fits_as_a_whole(split, channels, targets)
+        #: True if all samples are in memory, and known to fit.
+        self.is_in_memory = _fits_as_a_whole(split, channels, targets)
         self._part: Part = part
         self._skip_bad = skip_bad
         self._rules = rules
 
     def __len__(self) -> int:
         return len(self._split)
-
-    @property
-    def is_in_memory(self) -> bool:
-        """True if all samples are in memory, and known to fit."""
-        return self._is_checked
 
     def __getitems__(self, slot: Slot) -> Read | Failure:
         """Return the slot's batch; an error that the user can fix is returned as a Failure, not raised."""
@@ -194,7 +182,7 @@ class SlotReader(Dataset[Read | Failure]):
     def _one_by_one(
         self, slot: Slot, bad: dict[int, BadSample], undecodable: dict[int, BadSample]
     ) -> tuple[list[Tensors], Tensors]:
-        with restored_generators():
+        with random_numbers.restored_generators():
             samples = [
                 # Another rank reports bad samples in the padding.
                 self._sample(slot.epoch, index, bad if place < slot.num_valid else {}, undecodable)
@@ -207,7 +195,7 @@ class SlotReader(Dataset[Read | Failure]):
         read: Any = _retried(
             lambda: split.batch(slot.indices), lambda error: self._transient_batch(slot, error)
         )
-        if self._is_checked:
+        if self.is_in_memory:
             return cast("tuple[Tensors, Tensors]", read)
         count = len(slot.indices)
         is_pair = isinstance(read, tuple) and len(read) == 2 and not isinstance(read[0], list)
@@ -251,7 +239,7 @@ class SlotReader(Dataset[Read | Failure]):
             first = bad[index] = undecodable[index]
         else:
             try:
-                return self._try_sample(index, hash_words(self._seed, epoch, index))
+                return self._try_sample(index, random_numbers.hash_words(self._seed, epoch, index))
             except _NOT_BAD:
                 raise
             except Exception as error:
@@ -259,7 +247,7 @@ class SlotReader(Dataset[Read | Failure]):
                 if not self._skip_bad:
                     raise _unusable(first, error) from error
                 bad[index] = first
-        for word, other in stand_ins(self._seed, epoch, index, len(self._split)):
+        for word, other in skipping.stand_ins(self._seed, epoch, index, len(self._split)):
             if other in undecodable:
                 bad[other] = undecodable[other]
                 continue
@@ -289,12 +277,12 @@ class SlotReader(Dataset[Read | Failure]):
             content, target = self._files.file_content(index)
             return read_image(content, self._files.channels, index, self._rules), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
-        seed_generators(seed)
-        inputs, target = inputs_and_target(self._samples[index])
-        return as_inputs(inputs, self._channels), target
+        random_numbers.seed_generators(seed)
+        inputs, target = images.inputs_and_target(self._samples[index])
+        return images.as_inputs(inputs, self._channels), target
 
     def _bad_sample(self, index: int, error: Exception) -> BadSample:
-        path = sample_path(self._split, index)
+        path = images.sample_path(self._split, index)
         name = f"sample {index}" if path is None else str(path)
         return BadSample(self._part, index, name, _cause(error))
 

@@ -33,12 +33,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from hpc_train.experiment.topology.batch_arithmetic import (
-    too_few_micro_batches,
-    too_few_samples,
-    undivided_batch,
-    undivided_repeats,
-)
+from hpc_train.experiment.topology import batch_arithmetic
 from hpc_train.training.datasets.random_numbers import hash_words
 
 
@@ -193,10 +188,10 @@ def _check_sizes(
     num_samples: int, global_batch_size: int, micro_batch_size: int, repeats: int, world_size: int
 ) -> None:
     for problem in (
-        too_few_samples(global_batch_size, micro_batch_size, num_samples),
-        undivided_batch(global_batch_size, micro_batch_size),
-        undivided_repeats(global_batch_size, repeats),
-        too_few_micro_batches(global_batch_size // micro_batch_size, world_size),
+        batch_arithmetic.too_few_samples(global_batch_size, micro_batch_size, num_samples),
+        batch_arithmetic.undivided_batch(global_batch_size, micro_batch_size),
+        batch_arithmetic.undivided_repeats(global_batch_size, repeats),
+        batch_arithmetic.too_few_micro_batches(global_batch_size // micro_batch_size, world_size),
     ):
         if problem is not None:
             raise problem.as_error()

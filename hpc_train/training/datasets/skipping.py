@@ -42,15 +42,8 @@ class BadSamples:
         earlier = [folder for folder in paths.attempt_folders() if folder.number < attempt]
         self._earlier: set[SampleKey] = set().union(*(of_attempt(folder) for folder in earlier))
         self._seen: set[SampleKey] = set()
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        """Number of samples that this rank was the first to report, in any attempt.
-
-        The counts of all ranks add up.
-        """
-        return self._count
+        #: Number of samples that this rank was the first to report, in any attempt: counts of ranks add up.
+        self.count = 0
 
     @property
     def earlier(self) -> int:
@@ -66,7 +59,7 @@ class BadSamples:
         # In a later epoch another rank meets the same sample, which has been reported by then.
         named = of_attempt(self._attempt)
         unreported = [sample for key, sample in new.items() if key not in named]
-        self._count += len(unreported)
+        self.count += len(unreported)
         for sample in unreported:
             _log.warning("data: skipped, since it can't be read: %s", printable(str(sample)))
         try:

@@ -20,13 +20,8 @@ from pathlib import Path
 
 import xxhash
 
+from hpc_train.experiment.data_facts import token_shards
 from hpc_train.experiment.data_facts.raw_tokens import Shard
-from hpc_train.experiment.data_facts.token_shards import (
-    HEADER_BYTES,
-    DamagedShardError,
-    TokenShards,
-    read_header,
-)
 from hpc_train.paths import cache_folder
 from hpc_train.run.files import read_json, write_json
 
@@ -43,12 +38,12 @@ def hash_of_file(path: Path) -> str:
     return _hash(path, 0, math.inf) or ""
 
 
-def check_all(shards: TokenShards) -> None:
+def check_all(shards: token_shards.TokenShards) -> None:
     """Read all shards. Raises DamagedShardError for a shard that does not match the hash in its header."""
     _check(_listed(shards), math.inf, lambda fraction: None)
 
 
-def check_before_use(shards: TokenShards, report: Callable[[float], None]) -> None:
+def check_before_use(shards: token_shards.TokenShards, report: Callable[[float], None]) -> None:
     """Check the shards that are not cached as intact, until ``CHECK_LIMIT_S`` have passed.
 
     ``report`` receives the fraction checked so far. Logs a warning if time was short. Raises
@@ -72,12 +67,12 @@ def check_before_use(shards: TokenShards, report: Callable[[float], None]) -> No
         )  # fmt: skip
 
 
-def _listed(shards: TokenShards) -> list[Shard]:
+def _listed(shards: token_shards.TokenShards) -> list[Shard]:
     return [shard for part in shards.parts.values() for shard in part]
 
 
 def _identity(shard: Shard) -> str:
-    status, stored = shard.path.stat(), read_header(shard.path)["xxh3_128"]
+    status, stored = shard.path.stat(), token_shards.read_header(shard.path)["xxh3_128"]
     path = os.path.realpath(shard.path)
     return json.dumps([path, status.st_ino, status.st_size, status.st_ctime_ns, stored])
 
@@ -101,10 +96,12 @@ def _check(shards: list[Shard], deadline: float, report: Callable[[float], None]
     intact = []
     pool = ThreadPoolExecutor(_READERS)
     try:
-        hashes = pool.map(lambda shard: _hash(shard.path, HEADER_BYTES, deadline), shards)
+        hashes = pool.map(lambda shard: _hash(shard.path, token_shards.HEADER_BYTES, deadline), shards)
         for number, (shard, digest) in enumerate(zip(shards, hashes, strict=True), 1):
-            if digest is not None and digest != read_header(shard.path)["xxh3_128"]:
-                raise DamagedShardError.of(shard.path, "the hash of its tokens is not that of its header")
+            if digest is not None and digest != token_shards.read_header(shard.path)["xxh3_128"]:
+                raise token_shards.DamagedShardError.of(
+                    shard.path, "the hash of its tokens is not that of its header"
+                )
             if digest is not None:
                 intact.append(shard)
             report(number / len(shards))

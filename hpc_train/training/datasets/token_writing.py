@@ -19,37 +19,11 @@ import xxhash
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.root_layout import unread_texts
-from hpc_train.experiment.data_facts.token_shards import (
-    HEADER_BYTES,
-    INDEX,
-    PARTS,
-    VERSION,
-    DamagedShardError,
-    TokensArgs,
-    documents_offset,
-    header_of,
-    index_digest,
-    raw_files,
-    read_index,
-    root_of,
-    shards_folder,
-    sources,
-    tokenizer_file,
-)
+from hpc_train.experiment.data_facts import root_layout, token_shards
 from hpc_train.run.files import replacing, write_json, write_text
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.datasets import tokenization
 from hpc_train.training.datasets.token_check import check_all, hash_of_file
-from hpc_train.training.datasets.tokenization import (
-    TOKENIZER,
-    VOCABULARY,
-    Bytes,
-    Characters,
-    TikToken,
-    Tokenizer,
-    TokenizerFile,
-    Tokens,
-)
 
 #: Documents that the tokenizer's threads encode at a time; fewer if they are long.
 _BATCH, _BATCH_CHARACTERS = 512, 1 << 23
@@ -62,18 +36,18 @@ _Sources = Mapping[str, Sequence[Path]]
 _Document = tuple[str, str]
 
 
-def ensure(data: DataConfig, args: TokensArgs) -> None:
+def ensure(data: DataConfig, args: token_shards.TokensArgs) -> None:
     """Write the shards of the text in ``data.root`` unless they are intact and up to date.
 
     Reads existing shards in full, and text that was touched since. Does nothing if the root has no text.
     Raises BadFileError for text that can't be read, StorageError if the disk refuses the shards.
     """
-    root = root_of(data)
-    texts = sources(root)
-    _report_unread(root, texts if texts["train"] else raw_files(root))
+    root = token_shards.root_of(data)
+    texts = token_shards.sources(root)
+    _report_unread(root, texts if texts["train"] else token_shards.raw_files(root))
     if not texts["train"]:
         return
-    folder = shards_folder(root, args, texts)
+    folder = token_shards.shards_folder(root, args, texts)
     if folder in _checked:
         return
     if _is_intact(folder, root, texts):
@@ -84,8 +58,8 @@ def ensure(data: DataConfig, args: TokensArgs) -> None:
             _write(folder, root, texts, args)
         except OSError as error:
             raise storage_error(error, folder) from error
-        if shards_folder(root, args, sources(root)) != folder:
-            (folder / INDEX).unlink()
+        if token_shards.shards_folder(root, args, token_shards.sources(root)) != folder:
+            (folder / token_shards.INDEX).unlink()
             raise BadFileError(
                 f"data.root: the text in {root} changed while it was tokenized; run prepare again"
             )
@@ -93,7 +67,7 @@ def ensure(data: DataConfig, args: TokensArgs) -> None:
 
 
 def _report_unread(root: Path, read: _Sources) -> None:
-    unread = unread_texts(root, {path for paths in read.values() for path in paths})
+    unread = root_layout.unread_texts(root, {path for paths in read.values() for path in paths})
     if unread:
         say(
             f"data.root: {counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)}): text is in "
@@ -109,15 +83,15 @@ def _report_unread(root: Path, read: _Sources) -> None:
 
 def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
     """Return True if there are shards of the current text; print the reason if they can't be used."""
-    if not (folder / INDEX).is_file():
+    if not (folder / token_shards.INDEX).is_file():
         return False
     try:
-        shards = read_index(folder)
+        shards = token_shards.read_index(folder)
         check_all(shards)
-    except DamagedShardError as error:
+    except token_shards.DamagedShardError as error:
         say(f"{error}; writing it again")
         return False
-    indexed = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("sources") or {}
+    indexed = json.loads((folder / token_shards.INDEX).read_text(encoding="utf-8")).get("sources") or {}
     changed = [
         path
         for paths in texts.values()
@@ -136,28 +110,28 @@ def _is_same(path: Path, entry: Any) -> bool:
     return entry.get("time_ns") == path.stat().st_ctime_ns or entry.get("xxh3_128") == hash_of_file(path)
 
 
-def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
+def _write(folder: Path, root: Path, texts: _Sources, args: token_shards.TokensArgs) -> None:
     tokenizer = _tokenizer(texts, args)
     if args.vocabulary_size not in (None, tokenizer.vocabulary_size):
         raise BadFileError(
             f"data.args.vocabulary_size: {args.vocabulary_size}, but tokenizer {args.tokenizer} has "
             f"{tokenizer.vocabulary_size} tokens; take it out (model.args.num_classes makes gpt larger)"
         )
-    file = tokenizer_file(args)
+    file = token_shards.tokenizer_file(args)
     if file is not None:
-        with replacing(folder / TOKENIZER, sync=True) as copy:
+        with replacing(folder / tokenization.TOKENIZER, sync=True) as copy:
             copy.write(file.read_bytes())
-    if isinstance(tokenizer, TikToken):
-        write_text(folder / VOCABULARY, json.dumps(tokenizer.vocabulary()), sync=True)
+    if isinstance(tokenizer, tokenization.TikToken):
+        write_text(folder / tokenization.VOCABULARY, json.dumps(tokenizer.vocabulary()), sync=True)
     token_format = {
         "dtype": "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32",
         "vocabulary_size": tokenizer.vocabulary_size,
-        "tokenizer": args.tokenizer if file is None else TOKENIZER,
+        "tokenizer": args.tokenizer if file is None else tokenization.TOKENIZER,
     }
     # Before they are read: a file that changes meanwhile is detected by its time.
     times = {path: path.stat().st_ctime_ns for paths in texts.values() for path in paths}
     parts: dict[str, list[dict[str, Any]]] = {}
-    for part in (part for part in PARTS if texts[part]):
+    for part in (part for part in token_shards.PARTS if texts[part]):
         writer = _SplitWriter(folder, part, token_format, args.shard_tokens)
         for path in texts[part]:
             for tokens in _encoded(tokenizer, _documents(path, args)):
@@ -168,7 +142,7 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         say(f"data.root: {folder}: {part}: {written}")
     content = token_format | {
         "end_of_document": tokenizer.end_of_document,
-        "characters": tokenizer.characters if isinstance(tokenizer, Characters) else None,
+        "characters": tokenizer.characters if isinstance(tokenizer, tokenization.Characters) else None,
         "parts": parts,
     }
     hashes = {path: hash_of_file(path) for path in times}
@@ -177,8 +151,12 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": hashes[path]}
         for path, time_ns in times.items()
     }
-    index = {"version": VERSION, "fingerprint": index_digest(content), "sources": seen} | content
-    write_json(folder / INDEX, index, sync=True)
+    index = {
+        "version": token_shards.VERSION,
+        "fingerprint": token_shards.index_digest(content),
+        "sources": seen,
+    } | content
+    write_json(folder / token_shards.INDEX, index, sync=True)
 
 
 def _report_same(texts: _Sources, hashes: Mapping[Path, str]) -> None:
@@ -189,16 +167,16 @@ def _report_same(texts: _Sources, hashes: Mapping[Path, str]) -> None:
         say(f"data.root: {listed(same, 5)}: its content is that of a training file, so it validates nothing")
 
 
-def _tokenizer(texts: _Sources, args: TokensArgs) -> Tokenizer:
+def _tokenizer(texts: _Sources, args: token_shards.TokensArgs) -> tokenization.Tokenizer:
     if args.tokenizer == "bytes":
-        return Bytes()
+        return tokenization.Bytes()
     if args.tokenizer == "characters":
-        return Characters(_characters(texts, args))
-    file = tokenizer_file(args)
-    return TikToken(args.tokenizer) if file is None else TokenizerFile(file)
+        return tokenization.Characters(_characters(texts, args))
+    file = token_shards.tokenizer_file(args)
+    return tokenization.TikToken(args.tokenizer) if file is None else tokenization.TokenizerFile(file)
 
 
-def _characters(texts: _Sources, args: TokensArgs) -> str:
+def _characters(texts: _Sources, args: token_shards.TokensArgs) -> str:
     """Return training's characters, sorted, then those only in validation, as in ``text``."""
     seen: dict[str, set[str]] = {
         part: set().union(*(text for path in paths for _, text in _documents(path, args)))
@@ -207,7 +185,7 @@ def _characters(texts: _Sources, args: TokensArgs) -> str:
     return "".join([*sorted(seen["train"]), *sorted(seen["val"] - seen["train"])])
 
 
-def _documents(path: Path, args: TokensArgs) -> Iterator[_Document]:
+def _documents(path: Path, args: token_shards.TokensArgs) -> Iterator[_Document]:
     """Yield the documents of a file: a .txt file is one, a .jsonl file has one in each line.
 
     Raises BadFileError for text that is not UTF-8 (tokenizer ``bytes`` accepts any .txt file), and for lines
@@ -223,7 +201,7 @@ def _documents(path: Path, args: TokensArgs) -> Iterator[_Document]:
                 yield place, _text_of_line(line.removeprefix(BOM_UTF8 if number == 1 else b""), place, args)
 
 
-def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
+def _decoded(content: bytes, path: Path, args: token_shards.TokensArgs) -> str:
     content = content.removeprefix(BOM_UTF8)
     if args.tokenizer == "bytes":
         return content.decode(errors="surrogateescape")
@@ -241,7 +219,7 @@ def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
     return text
 
 
-def _text_of_line(line: bytes, place: str, args: TokensArgs) -> str:
+def _text_of_line(line: bytes, place: str, args: token_shards.TokensArgs) -> str:
     try:
         entry = json.loads(line.decode(), object_pairs_hook=refusing_repeated(args.text_key))
     except (ValueError, RecursionError) as error:
@@ -290,7 +268,9 @@ def without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entry
 
 
-def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[Tokens]:
+def _encoded(
+    tokenizer: tokenization.Tokenizer, documents: Iterator[_Document]
+) -> Iterator[tokenization.Tokens]:
     """Yield the tokens of each document, encoded in batches."""
     batch: list[_Document] = []
     size = 0
@@ -303,7 +283,7 @@ def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[T
     yield from _encode(tokenizer, batch)
 
 
-def _encode(tokenizer: Tokenizer, batch: list[_Document]) -> list[Tokens]:
+def _encode(tokenizer: tokenization.Tokenizer, batch: list[_Document]) -> list[tokenization.Tokens]:
     """Return the tokens of each document.
 
     Raises BadFileError, naming the document, if it can't be encoded or contains the end-of-document token.
@@ -335,14 +315,14 @@ class _SplitWriter:
         self._folder, self._part, self._token_format = folder, part, token_format
         self._dtype = np.dtype(token_format["dtype"]).newbyteorder("<")
         self._shard_tokens = shard_tokens
-        self._buffer: list[Tokens] = []
+        self._buffer: list[tokenization.Tokens] = []
         self._filled = 0
         #: Starts of the documents in this shard.
         self._starts: list[int] = []
         self._entries: list[dict[str, Any]] = []
         self._num_tokens, self._reported_at = 0, time.monotonic()
 
-    def add(self, tokens: Tokens, tokenizer: Tokenizer) -> None:
+    def add(self, tokens: tokenization.Tokens, tokenizer: tokenization.Tokenizer) -> None:
         """Append a document and its end."""
         self._starts.append(self._filled)
         self._append(tokens.astype(self._dtype))
@@ -357,7 +337,7 @@ class _SplitWriter:
             self._write()
         return self._entries
 
-    def _append(self, tokens: Tokens) -> None:
+    def _append(self, tokens: tokenization.Tokens) -> None:
         self._num_tokens += len(tokens)
         while len(tokens):
             part = tokens[: self._shard_tokens - self._filled]
@@ -369,7 +349,10 @@ class _SplitWriter:
 
     def _write(self) -> None:
         tokens = np.concatenate([np.zeros(0, self._dtype), *self._buffer]).tobytes()
-        end = documents_offset(self._filled, str(self._token_format["dtype"])) - HEADER_BYTES
+        end = (
+            token_shards.documents_offset(self._filled, str(self._token_format["dtype"]))
+            - token_shards.HEADER_BYTES
+        )
         content = tokens.ljust(end, b"\0") + np.array(self._starts, "<u8").tobytes()
         counted = {
             "tokens": self._filled,
@@ -378,7 +361,7 @@ class _SplitWriter:
         }
         name = f"{self._part}-{len(self._entries):05d}.tokens"
         with replacing(self._folder / name, sync=True) as file:
-            file.write(header_of({**self._token_format, **counted}))
+            file.write(token_shards.header_of({**self._token_format, **counted}))
             file.write(content)
         self._entries.append({"file": name, **counted})
         self._buffer, self._filled, self._starts = [], 0, []

@@ -244,8 +244,7 @@ def _plain(tensor: Any) -> Tensor:
 
     if isinstance(tensor, tv_tensors.BoundingBoxes):
         tensor = tvf.convert_bounding_box_format(tensor, new_format=tv_tensors.BoundingBoxFormat.XYXY)
-    plain: Tensor = as_target(tensor).as_subclass(Tensor)
-    return plain
+    return as_target(tensor).as_subclass(Tensor)
 
 
 def _cause(error: Exception) -> str:

@@ -89,8 +89,7 @@ def _reduce(storage: Any) -> tuple[Any, ...]:
         if not hasattr(storage, "hpc_train_shared"):  # several tensors may be views of one storage
             storage.hpc_train_shared = _shared_copy(storage)
         storage = storage.hpc_train_shared or storage
-    reduced: tuple[Any, ...] = reduce_storage(storage)
-    return reduced
+    return reduce_storage(storage)
 
 
 def _shared_copy(storage: Any) -> Any:

@@ -27,17 +27,10 @@ from hpc_train.errors import ExitCode, UserError
 from hpc_train.experiment.data_facts.by_name import PREFETCHED_BATCHES
 from hpc_train.rank import signals
 from hpc_train.run import processes
+from hpc_train.training.datasets import transport
 from hpc_train.training.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.training.datasets.sampler import Slot
-from hpc_train.training.datasets.transport import (
-    LoaderContext,
-    require_shared_memory,
-    send_without_names,
-    socket_folder,
-    use_socket_folder,
-)
-from hpc_train.training.distributed import shared_flags
-from hpc_train.training.distributed.timed_call import within
+from hpc_train.training.distributed import shared_flags, timed_call
 
 #: The death of a killed loader process is detected soon, but its connection may break slightly earlier.
 _DEATH_LIMIT_S = 2.0
@@ -146,7 +139,7 @@ class BatchStream(Iterator[Read]):
             self._deaths.are_expected = True
             iterator._shutdown_workers()
         else:
-            within(_SHUTDOWN_LIMIT_S, iterator._shutdown_workers, "loader-shutdown")
+            timed_call.within(_SHUTDOWN_LIMIT_S, iterator._shutdown_workers, "loader-shutdown")
         for worker in iterator._workers:
             if worker.is_alive():  # busy, and ignoring the SIGTERM that torch sends
                 worker.kill()
@@ -158,7 +151,7 @@ def _loader_iterator(
     reader: SlotReader, sampler: Sampler[Slot], workers: int, *, pins: bool
 ) -> tuple[Any, _Deaths | None]:
     """Return torch's iterator over the batches, whose loader processes have started, and their watcher."""
-    require_shared_memory()
+    transport.require_shared_memory()
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=sampler,  # type: ignore[arg-type]  # yields slots: see SlotReader.__getitems__
@@ -166,8 +159,9 @@ def _loader_iterator(
         collate_fn=unchanged,
         pin_memory=pins,
         generator=torch.Generator(),  # otherwise each iterator draws from the global one
-        worker_init_fn=partial(_prepare_worker, os.getpid(), socket_folder()),
-        multiprocessing_context=LoaderContext(),  # forks: the data are not copied and need not be picklable
+        worker_init_fn=partial(_prepare_worker, os.getpid(), transport.socket_folder()),
+        # Forks: the data are not copied and need not be picklable.
+        multiprocessing_context=transport.LoaderContext(),
         persistent_workers=True,
         prefetch_factor=PREFETCHED_BATCHES,
     )
@@ -332,5 +326,5 @@ def _prepare_worker(rank: int, sockets: str | None, worker: int) -> None:
     # Torch's watchdog blocks together with a read: forever on a file system that hangs.
     processes.die_with(rank)
     torch.set_num_threads(1)
-    use_socket_folder(sockets)
-    send_without_names()
+    transport.use_socket_folder(sockets)
+    transport.send_without_names()

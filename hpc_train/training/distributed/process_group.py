@@ -22,20 +22,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    Store,
-)
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from hpc_train.errors import PeerLostError, TryAgainError
 from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import nccl
-from hpc_train.training.distributed.lost_peers import connection_faults_named
+from hpc_train.training.distributed import backends, timed_call
+from hpc_train.training.distributed.backends import connection_faults_named
 from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Rendezvous, Timeouts, meet
-from hpc_train.training.distributed.shared_flags import SharedFlags, open_shared_flags
-from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
-from hpc_train.training.distributed.timed_call import within
+from hpc_train.training.distributed.shared_flags import (
+    SharedFlags,
+    SharedSum,
+    open_shared_flags,
+    open_shared_sum,
+)
 
 #: Assumed: time for which a rank with a stop signal waits for the others to connect; usually a moment.
 _CONNECT_LIMIT_S = 10.0
@@ -64,7 +65,7 @@ class Group:
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
-    store: Store
+    store: c10d.Store
     timeouts: Timeouts
     #: Memory for the exchange at each step, if all ranks are on one node.
     shared_flags: SharedFlags | None = None
@@ -83,9 +84,7 @@ class Group:
         total.item()  # NCCL connects some of its channels on the device's stream
 
     def open_shared_sum(self) -> SharedSum | None:
-        """Return an average over the ranks in shared memory; None on all if only the backend can be used.
-        Collective.
-        """
+        """Return an average over the ranks in shared memory; None on all without it. Collective."""
         if self.shared_flags is None or self.device.type != "cpu":
             return None
         return open_shared_sum(self.rank, self.world_size, self.control, self.timeouts.silence_s)
@@ -102,7 +101,7 @@ class Group:
 
     def leave(self) -> None:
         """Destroy the groups, or give up after a limit. Never raises: the work is done or already lost."""
-        within(self.timeouts.teardown_s, self._destroy, "leaving")
+        timed_call.within(self.timeouts.teardown_s, self._destroy, "leaving")
 
     def _destroy(self) -> None:
         if self.device.type == "cuda":
@@ -143,7 +142,7 @@ def make_group(
     arguments: dict[str, Any] = {}
     backend = os.environ.get(_TEST_CUDA_BACKEND, "nccl")
     if has_own_gloo and backend == "nccl":
-        arguments = nccl.prepare(device, os.environ)
+        arguments = backends.prepare(device, os.environ)
     make = partial(
         dist.init_process_group,
         f"cpu:gloo,cuda:{backend}" if has_own_gloo else "gloo",

@@ -13,21 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    DebugLevel,
-    HashStore,
-    Store,
-    TCPStore,
-    get_debug_level,
-    set_debug_level,
-)
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.rank import network
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.files import read_json, write_json
-from hpc_train.training.distributed.lost_peers import first_line, this_node
+from hpc_train.training.distributed.backends import first_line, this_node
 
 #: Keys of the store: number of ranks that arrived, the verdict (all continue or all leave), its readers.
 _ARRIVED, _VERDICT, _READ = "hpc_train/arrived", "hpc_train/verdict", "hpc_train/read"
@@ -51,11 +44,6 @@ class Timeouts:
     #: For NCCL and gloo to destroy unused groups.
     teardown_s: float = 30.0
 
-    @classmethod
-    def beyond(cls, hang_after_s: float) -> Timeouts:
-        """Return timeouts that expire after a watchdog with this limit, which can name the hung rank."""
-        return cls(silence_s=2 * hang_after_s)
-
 
 DEFAULT_TIMEOUTS = Timeouts()
 
@@ -64,9 +52,9 @@ DEFAULT_TIMEOUTS = Timeouts()
 class Rendezvous:
     """The store after all ranks have arrived, before torch connects them to each other."""
 
-    store: Store
+    store: c10d.Store
     #: Over a separate connection, for use by one thread.
-    own_store: Store
+    own_store: c10d.Store
 
 
 def meet(
@@ -85,9 +73,9 @@ def meet(
     rank ends the wait on all. Raises TryAgainError if stopped, PeerLostError if a rank does not arrive,
     UsageError if this node lacks the chosen interface.
     """
-    if facts.world_size > 1 and get_debug_level() == DebugLevel.DETAIL:
+    if facts.world_size > 1 and c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
         _log.warning("TORCH_DISTRIBUTED_DEBUG: torch's DDP crashes with DETAIL; INFO is used")  # torch 2.15
-        set_debug_level(DebugLevel.INFO)
+        c10d.set_debug_level(c10d.DebugLevel.INFO)
     if facts.num_nodes == 1:
         network.check_loopback(os.environ)
         # Gloo would resolve the host name, which may fail on a laptop; NCCL would use an interface of virtual
@@ -102,7 +90,7 @@ def meet(
 
 def _meet(
     facts: RankFacts, rendezvous: Path, token: str, timeouts: Timeouts, must_stop: Callable[[], bool]
-) -> Store:
+) -> c10d.Store:
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _store_of_environment(facts, timeouts, must_stop, is_agents=is_agents)
@@ -111,19 +99,19 @@ def _meet(
         return store
     timeout = timedelta(seconds=timeouts.join_s)
     if facts.world_size == 1:
-        return HashStore()
+        return c10d.HashStore()
     if facts.rank == 0:
         store = _open_store(rendezvous, token, timeout, facts)
     else:
         host, port = _wait_for_store(rendezvous, token, timeouts.join_s, must_stop)
-        store = TCPStore(host, port, facts.world_size, is_master=False, timeout=timeout)
+        store = c10d.TCPStore(host, port, facts.world_size, is_master=False, timeout=timeout)
     _start_together(store, facts, timeouts.join_s, must_stop)
     return store
 
 
 def _store_of_environment(
     facts: RankFacts, timeouts: Timeouts, must_stop: Callable[[], bool], *, is_agents: bool
-) -> Store:
+) -> c10d.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT: rank 0's, or that of torchrun's agent.
 
     Raises UsageError if it can't be used, TryAgainError if stopped meanwhile.
@@ -138,7 +126,7 @@ def _store_of_environment(
         if is_agents:  # torch's own: one prefix per restart
             return next(torch_rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))[0]
         is_master = facts.rank == 0
-        return TCPStore(
+        return c10d.TCPStore(
             host, int(port), facts.world_size, is_master=is_master, timeout=timeout, wait_for_workers=False
         )
     except dist.DistNetworkError as error:  # no other rank is connected yet
@@ -159,13 +147,13 @@ def _wait_for_host(host: str, port: int, place: str, limit_s: float, must_stop: 
     raise UserError(f"{place}: nothing answers there within {limit_s:g} s, as seen from {this_node()}")
 
 
-def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) -> Store:
+def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) -> c10d.Store:
     """Start the store on a free port chosen by the kernel, and publish it."""
     listener, hosts = network.listen(os.environ, facts.num_nodes, backlog=max(1024, facts.world_size))
     address, port = listener.getsockname()[:2]
     network.use_interface_of(address)
     try:
-        store = TCPStore(
+        store = c10d.TCPStore(
             address,
             port,
             facts.world_size,
@@ -216,7 +204,9 @@ def _published(path: Path, token: str) -> dict[str, Any] | None:
     return content if content is not None and content.get("token") == token else None
 
 
-def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: Callable[[], bool]) -> None:
+def _start_together(
+    store: c10d.Store, facts: RankFacts, limit_s: float, must_stop: Callable[[], bool]
+) -> None:
     """Wait until all ranks arrive, or until one receives a stop signal: then none continues.
 
     The first verdict applies to all. Otherwise a rank would wait inside torch, where signals are not handled,
@@ -239,7 +229,7 @@ def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: C
         raise TryAgainError("stopped before training began")
 
 
-def _leave_store(store: Store, facts: RankFacts) -> None:
+def _leave_store(store: c10d.Store, facts: RankFacts) -> None:
     """Let the others read the verdict before rank 0 destroys the store."""
     store.add(_READ, 1)
     if facts.rank == 0:

@@ -219,10 +219,7 @@ def _product_seconds(device: torch.device) -> float:
 
 
 def _name_slow_ranks(seconds: float, facts: RankFacts, node: str, group: dist.ProcessGroup | None) -> None:
-    """Log the ranks that compute slower than the median of all. Collective.
-
-    Never a failure, because a single measurement may be disturbed.
-    """
+    """Log the ranks that compute slower than the median. Collective. Not a failure: one measurement."""
     times = torch.zeros(facts.world_size, dtype=torch.float64)
     times[facts.rank] = seconds
     dist.all_reduce(times, group=group)
@@ -319,10 +316,7 @@ def _reduction_failure(facts: RankFacts, device: torch.device, group: dist.Proce
 
 
 def _agree(failure: HpcTrainError | None, facts: RankFacts, group: dist.ProcessGroup | None) -> None:
-    """Raise this rank's error, or PeerLostError if another rank failed. Collective.
-
-    On the CPU, because a device may be broken.
-    """
+    """Raise this rank's error, or PeerLostError if another failed. Collective, on the CPU."""
     failed = torch.zeros(facts.world_size, dtype=torch.int32)
     failed[facts.rank] = failure is not None
     dist.all_reduce(failed, group=group)
@@ -392,10 +386,7 @@ def smi(*arguments: str) -> str:
 
 
 def xid_lines(address: str) -> list[str]:
-    """Return the last errors of the GPU at this PCI address (``0000:41:00``) in the kernel's log.
-
-    Empty if users may not read it.
-    """
+    """Return the last errors of the GPU at this PCI address in the kernel's log; empty if unreadable."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_DRIVER_LIMIT_S, check=True)
         lines = [line for line in done.stdout.splitlines() if f"NVRM: Xid (PCI:{address}" in line]

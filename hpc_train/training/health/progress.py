@@ -58,12 +58,8 @@ class Progress:
 
     def __init__(self) -> None:
         self._known: set[str] = set()
-        self._standing = Standing(0, "joining", None, 0, None, False, time.monotonic(), True)
-
-    @property
-    def standing(self) -> Standing:
-        """The latest progress; any thread may read it."""
-        return self._standing
+        #: The latest progress; any thread may read it.
+        self.standing = Standing(0, "joining", None, 0, None, False, time.monotonic(), True)
 
     def at(self, phase: str, step: int | None = None, part: int = 0) -> None:
         """Report that ``phase`` starts for ``step``. Call it at every step and batch; it takes a microsecond.
@@ -73,35 +69,35 @@ class Progress:
         compiles, and a save always may. ``part``: the batch, for loops within a phase.
         """
         assert phase in PHASES, phase
-        last = self._standing
+        last = self.standing
         if phase in _NOTES:
             self._wait_for(phase)
         elif (phase, step, part) == (last.phase, last.step, last.part):
-            self._standing = last._replace(note=None)
+            self.standing = last._replace(note=None)
         else:
             if phase != last.phase:
                 self._known.add(last.phase)
             may_take_long = phase in _LONG or phase not in self._known
-            self._standing = Standing(
+            self.standing = Standing(
                 last.times + 1, phase, step, part, None, False, time.monotonic(), may_take_long
             )
 
     def compiles(self, graph: int) -> None:
         """Report that torch compiles its ``graph``-th graph; 0: it has finished. Not counted as progress."""
-        self._standing = self._standing._replace(graph=graph)
+        self.standing = self.standing._replace(graph=graph)
 
     def has_stepped(self) -> None:
         """Report that a step is complete: from now on the phases of training are quick."""
         self._known |= {"first step", "training", "waiting for the device"}
-        if self._standing.phase in self._known:
-            self._standing = self._standing._replace(may_take_long=False)
+        if self.standing.phase in self._known:
+            self.standing = self.standing._replace(may_take_long=False)
 
     def forget_phases(self) -> None:
         """Report a rebuild, after which each phase may take long again."""
         self._known.clear()
 
     def _wait_for(self, note: str) -> None:
-        last = self._standing
+        last = self.standing
         if not last.has_waited:  # the previous work is done, so the wait starts a new interval
             last = last._replace(since=time.monotonic(), has_waited=True)
-        self._standing = last._replace(note=note)
+        self.standing = last._replace(note=note)

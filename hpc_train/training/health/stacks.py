@@ -1,6 +1,6 @@
 """Records the state of a process before it is ended: its stacks, and the kernel's information.
 
-Called by ``alarm``. A process that is stopped, or whose interpreter is blocked by a C extension, can't write
+Called by ``hang``. A process that is stopped, or whose interpreter is blocked by a C extension, can't write
 its stacks; then only /proc has information.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process
-from hpc_train.training.distributed.nccl import recorded_collectives
+from hpc_train.training.distributed.backends import recorded_collectives
 
 #: Maximum number of child processes of a rank that are described.
 _MAX_CHILDREN = 64

@@ -1,7 +1,7 @@
 """A thread of each rank that monitors its progress and ends the attempt if a rank hangs.
 
 Each tick it reports its rank's progress to the others, through the store. A watchdog whose rank makes no
-progress for too long raises the alarm, and every watchdog continues as described in ``health.alarm``.
+progress for too long raises the alarm, and every watchdog continues as described in ``health.hang``.
 
 If the main thread holds the interpreter lock, in a C extension that does not release it, the watchdog can't
 run either, and the rank looks stopped to the others. Calls that may never return, to the store and to disks,
@@ -28,8 +28,7 @@ from hpc_train.run.attempts import now
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import Process
 from hpc_train.training.distributed.timed_call import TimedCall, within
-from hpc_train.training.health.alarm import Alarm, Board
-from hpc_train.training.health.hang import Report
+from hpc_train.training.health.hang import Alarm, Board, Report
 from hpc_train.training.health.progress import CONNECTING, Progress
 from hpc_train.training.health.stacks import state_of
 
@@ -74,7 +73,9 @@ class Watchdog:
             TimedCall[bool]("watchdog-store"),
             TimedCall[None]("watchdog-heartbeat"),
         )
-        self._stopping, self._ending = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
+        #: The alarm was raised, so that the watchdog will end this process.
+        self.is_ending = threading.Event()
         self._alarm_by: int | None = None
         self._tick = 0
         self._heartbeat_at = float("-inf")
@@ -95,21 +96,12 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join(self._tick_s)
 
-    def has_stepped(self) -> None:
-        """Apply ``hang_after_s`` from now on; called by the main thread after the attempt's first step."""
-        self._progress.has_stepped()
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the alarm was raised, so that the watchdog will end this process."""
-        return self._ending.is_set()
-
     def wait_if_ending(self) -> None:
         """Keep the main thread from ending the process while the watchdog reports the hung rank.
 
         Call it when an error, such as a lost peer, is about to end the process.
         """
-        if self.is_ending:
+        if self.is_ending.is_set():
             time.sleep(_ENDING_LIMIT_S)
 
     def _run(self) -> None:
@@ -214,7 +206,7 @@ class Watchdog:
 
     def _sound_alarm(self) -> None:
         """Agree with the others on the hung rank, and end the process."""
-        self._ending.set()
+        self.is_ending.set()
         board = self._board
         if board is not None and self._alarm_by is None:
             self._alarm_by = within(_STORE_LIMIT_S, board.raise_alarm, "watchdog-alarm")

@@ -47,9 +47,7 @@ def converter_of(name: str) -> Converter:
 
 
 def _plain(model: object, config: ModelConfig) -> nn.Module:
-    """Convert a plug-in's model to float32 and, unless it was built on the meta device, move it to
-    the CPU.
-    """
+    """Convert a plug-in's model to float32 and, unless it is on the meta device, move it to the CPU."""
     if not isinstance(model, nn.Module):
         raise BadFileError(
             f"model.name: {config.name} made a {type(model).__name__}; it must return an nn.Module"

@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ModelConfig
-from hpc_train.experiment.validate.data_rules import needs_tokens
 from hpc_train.experiment.validate.model_rules import GPTArgs, default_hidden_dim, gpt_args_problems
 from hpc_train.experiment.validate.part_rules import rest_not_taken
+from hpc_train.experiment.validate.task_rules import needs_tokens
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.weights import load_weights
 
@@ -221,9 +221,7 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _initialise(self, num_layers: int) -> None:
-        """Initialize weights like GPT-2: layers that add to the residual stream are scaled by 1/√(their
-        number).
-        """
+        """Initialize like GPT-2: layers that add to the residual stream are scaled by 1/√(their number)."""
         added_std = _STD / math.sqrt(2 * num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

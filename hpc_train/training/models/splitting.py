@@ -22,15 +22,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from hpc_train.errors import BadFileError
+from hpc_train.training.models import tracing
 from hpc_train.training.models.blocks import own_list
-from hpc_train.training.models.tracing import (
-    FACTORIES,
-    cant_be_cut,
-    own_steps,
-    passing_values,
-    traced_in_both_modes,
-    units_of,
-)
 
 Graphs = dict[bool, fx.Graph]
 _SIZES = (
@@ -62,7 +55,7 @@ class Stage(nn.Module):
             for value in outputs if isinstance(outputs, tuple) else (outputs,):
                 if not isinstance(value, Tensor):
                     kind = type(value).__name__
-                    raise cant_be_cut(f"a {kind}, which is not a tensor, passes between its blocks")
+                    raise tracing.cant_be_cut(f"a {kind}, which is not a tensor, passes between its blocks")
         return outputs
 
 
@@ -74,8 +67,8 @@ def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) 
     tensors, which may be on the meta device; modules that no step of the forward uses go to the last stage.
     Raises BadFileError if it can't be split.
     """
-    units = units_of(model, blocks)
-    graphs = traced_in_both_modes(model, units)
+    units = tracing.units_of(model, blocks)
+    graphs = tracing.traced_in_both_modes(model, units)
     cuts = balanced_cuts(steps_of(model, graphs[True], units), num_stages)
     pieces = {mode: _pieces(graph, cuts) for mode, graph in graphs.items()}
     held = _dealt_out(model, pieces[True])
@@ -92,9 +85,9 @@ def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) 
 
 def most_stages(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
     """Return the largest ``num_stages`` that ``split_model`` accepts; 1 if the model can't be split."""
-    units = units_of(model, blocks)
+    units = tracing.units_of(model, blocks)
     try:
-        steps = steps_of(model, traced_in_both_modes(model, units)[True], units)
+        steps = steps_of(model, tracing.traced_in_both_modes(model, units)[True], units)
     except BadFileError:
         return 1
     ends = {step.num_blocks for step in steps if step.num_passing is not None and not step.tied}
@@ -102,13 +95,13 @@ def most_stages(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
 
 
 def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
-    nodes = own_steps(graph)
+    nodes = tracing.own_steps(graph)
     bounds = [0, *(cut + 1 for cut in cuts), len(nodes)]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     pieces: list[fx.Graph] = []
     for first, behind in pairwise(bounds):
-        passing = passing_values(graph, nodes, behind - 1) if behind < len(nodes) else None
+        passing = tracing.passing_values(graph, nodes, behind - 1) if behind < len(nodes) else None
         pieces.append(_piece(inputs, nodes[first:behind], passing, output))
         inputs = passing or []
     return pieces
@@ -117,9 +110,7 @@ def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
 def _piece(
     inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], passing: Sequence[fx.Node] | None, output: fx.Node
 ) -> fx.Graph:
-    """Copy ``nodes`` with the inputs ``inputs``; they return the values that cross the cut, in the last stage
-    ``output``.
-    """
+    """Copy ``nodes``; the copy returns the values that cross the cut, in the last stage ``output``."""
     piece = fx.Graph()
     copies = {node: piece.placeholder(node.name) for node in inputs}
 
@@ -172,9 +163,7 @@ def _stage(model: nn.Module, names: set[str], graphs: Graphs, *, is_last: bool) 
 
 
 def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -> None:
-    """Give ``target`` the modules and tensors ``names`` of ``source``, in the same order and under the same
-    names.
-    """
+    """Give ``target`` the modules and tensors ``names`` of ``source``, in its order and under its names."""
     for name, parameter in source._parameters.items():
         if prefix + name in names:
             target.register_parameter(name, parameter)
@@ -208,7 +197,7 @@ class Step:
 
 def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[Step]:
     """Return the steps of ``graph``, in which each of ``units`` counts as a block."""
-    nodes = own_steps(graph)
+    nodes = tracing.own_steps(graph)
     kinds: dict[fx.Node, int] = {}  # the cost of passing a step's result across a cut; 0 if not a tensor
     for node in graph.nodes:
         kinds[node] = _kind(node, kinds)
@@ -221,7 +210,7 @@ def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[S
         seen |= {id(p): p.numel() for p in _held(model, node) if isinstance(p, nn.Parameter)}
         blocks |= units.intersection(_modules(model, node))
         num_blocks = len(blocks) if points is None else 1 + sum(point <= i for point in points)
-        counts = [kinds[value] for value in passing_values(graph, nodes, i)]
+        counts = [kinds[value] for value in tracing.passing_values(graph, nodes, i)]
         can_pass = all(counts) and (points is None or i + 1 in points)
         num_passing = sum(counts) if can_pass and not _is_changed_next(model, graph, nodes, i) else None
         steps.append(Step(sum(seen.values()), num_blocks, num_passing, tied.get(i)))
@@ -239,7 +228,7 @@ def _split_points(model: nn.Module, nodes: Sequence[fx.Node]) -> set[int] | None
         first = next((i for i, target in enumerate(targets) if target.startswith(f"{name}.")), None)
         if first is None:
             reason = f"split_points() names {name}, which is not a submodule that its forward calls"
-            raise cant_be_cut(reason, "name submodules as in named_modules()")
+            raise tracing.cant_be_cut(reason, "name submodules as in named_modules()")
         points.add(first)
     return _between_parameters(model, nodes, points)
 
@@ -271,7 +260,7 @@ def _tensor(model: nn.Module, node: fx.Node) -> Tensor:
     module, _, name = str(node.target).rpartition(".")
     owner = model.get_submodule(module)
     if name not in owner._parameters and name not in owner._buffers:
-        raise cant_be_cut(
+        raise tracing.cant_be_cut(
             f"{node.target} is neither a parameter nor a buffer", "register_buffer() makes it one"
         )
     return cast(Tensor, getattr(owner, name))
@@ -296,7 +285,7 @@ def _is_changed_next(model: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node]
 
     The result of a step without parameters (flatten, an identity) may be a view of its input.
     """
-    views = set(passing_values(graph, nodes, cut))
+    views = set(tracing.passing_values(graph, nodes, cut))
     for node in nodes[cut + 1 :]:
         if views.intersection(node.all_input_nodes):
             if _is_in_place(model, node):
@@ -319,7 +308,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
     name = getattr(node.target, "__name__", str(node.target))
     if node.op == "call_module":
         return _NO_TENSOR if any(_is_element(user) for user in node.users) else _TENSOR
-    if node.op not in ("call_function", "call_method") or node.target in FACTORIES:
+    if node.op not in ("call_function", "call_method") or node.target in tracing.FACTORIES:
         return _TENSOR
     if name in _SEVERAL:
         return _NO_TENSOR
@@ -355,12 +344,12 @@ def balanced_cuts(steps: Sequence[Step], num_stages: int) -> tuple[int, ...]:
         return cuts
     if cuts := _best(steps, num_stages, are_tied_kept=False):
         name = next(name for cut in cuts if (name := steps[cut].tied))
-        raise cant_be_cut(
+        raise tracing.cant_be_cut(
             f"{name} would be in two of {num_stages} stages",
             "make them two tensors (gpt: model.args: {tie_embeddings: false}), or write another "
             "parallel.strategy, like fsdp",
         )
-    raise cant_be_cut(
+    raise tracing.cant_be_cut(
         f"values other than tensors pass between too many of its blocks for {num_stages} stages"
     )
 
@@ -382,9 +371,7 @@ def _best(steps: Sequence[Step], num_stages: int, *, are_tied_kept: bool) -> tup
 def _ways(
     reached: dict[int, _Cuts], steps: Sequence[Step], start: Step, place: int, step: Step
 ) -> list[_Cuts]:
-    """Extend each partial solution by one more stage, which ends at ``place``, if it leaves that stage a
-    block.
-    """
+    """Extend each partial solution by one more stage, which ends at ``place``, if that stage has a block."""
     ways: list[_Cuts] = []
     for before, (most, costs, cuts) in reached.items():
         last = steps[before] if before >= 0 else start

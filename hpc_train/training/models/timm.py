@@ -120,9 +120,7 @@ def refuse_uncached_url(name: str, *, download: bool) -> None:
 
 
 def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:
-    """Convert weights for other channels, and for another image or patch size, like timm does with
-    its own.
-    """
+    """Convert weights for other channels, and for another image or patch size, like timm does its own."""
     adapted = _adapt_channels(model, weights)
     expected, head = model.state_dict(), head_keys(model)
     misfits = {key for key in adapted.keys() & expected.keys() if adapted[key].shape != expected[key].shape}

@@ -1,21 +1,30 @@
-"""``torchvision/<name>``: torchvision's models that classify, segment or detect."""
+"""``torchvision/<name>``: torchvision's models that classify, segment or detect.
+
+Detectors are Faster R-CNN, RetinaNet, FCOS and SSD, for images as the loader prepares them. A detector
+returns a dict of losses in training, which also needs targets, and in evaluation a dict with ``boxes``,
+``labels`` and ``scores`` per image. Labels count from 1; 0 is the background.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.detection import FCOS
+from torchvision.models.detection.ssd import SSD
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.data_facts.image_facts import is_detector, model_problem
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models import torchvision_detection as detection
 from hpc_train.training.models.base import no_weights, parameter_names, unknown_argument, wrong_arguments
 from hpc_train.training.models.weights import (
     StateDict,
@@ -41,12 +50,11 @@ _OTHER_KEYS = {
 def model_names() -> list[str]:
     """Return the names of torchvision's classification and segmentation models and detectors."""
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return [*names, *_segmentation_names(), *detection.detector_names()]
+    return [*names, *_segmentation_names(), *detector_names()]
 
 
 def _segmentation_names() -> list[str]:
-    names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
-    return names
+    return torchvision.models.list_models(module=torchvision.models.segmentation)
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
@@ -73,7 +81,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
 def _random_head(name: str, model: nn.Module, num_classes: int, arguments: Arguments) -> set[str]:
     """Give the model a head for ``num_classes``; return the names of its random tensors."""
     if is_detector(f"torchvision/{name}"):
-        return detection.swap_head(name, model, num_classes, **arguments)
+        return swap_detector_head(name, model, num_classes, **arguments)
     swapped = [head for head in _heads(name, model) if _swap_head(model, head, num_classes)]
     return {key for key in model.state_dict() if key.rpartition(".")[0] in swapped}
 
@@ -102,7 +110,7 @@ def _create(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
 
 def _created_detector(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
     """Return the detector. torchvision ignores arguments that it does not know; they are refused here."""
-    model = detection.create(name, **arguments)
+    model = create_detector(name, **arguments)
     available = {
         *parameter_names(type(model)),
         *parameter_names(torchvision.models.get_model_builder(name)),
@@ -133,7 +141,7 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
     except (OSError, RuntimeError) as error:  # no network; a damaged file
         raise no_weights(f"torchvision/{name}", error) from error
-    return detection.as_given(model) if is_detector(f"torchvision/{name}") else model
+    return as_given(model) if is_detector(f"torchvision/{name}") else model
 
 
 def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:
@@ -183,3 +191,89 @@ def _repeat_grey(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor,
     """Give (B, 1, H, W) as (B, 3, H, W). A hook, not a wrapper: parameters keep their names."""
     images, *rest = inputs
     return (images.expand(-1, 3, -1, -1), *rest) if images.shape[1] == 1 else inputs
+
+
+#: The layers that depend on the classes, by the beginning of the model's name.
+_HEADS = {"fasterrcnn_": "roi_heads.box_predictor"}
+_ONE_STAGE_HEAD = "head.classification_head"
+
+
+def detector_names() -> list[str]:
+    """Return the names of torchvision's detectors."""
+    names: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
+    return [name for name in names if is_detector(f"torchvision/{name}")]
+
+
+class AsGiven(GeneralizedRCNNTransform):  # type: ignore[misc]
+    """Neither resizes nor normalizes images: the loader and the device have done it.
+
+    Only pads a batch so that its sides are multiples of the backbone's stride.
+    """
+
+    def __init__(self, size_divisible: int) -> None:
+        super().__init__(1, 1, [0.0], [1.0], size_divisible)
+
+    def normalize(self, image: Tensor) -> Tensor:
+        """Return the image as it is."""
+        return image
+
+    def resize(self, image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
+        """Return image and target as they are."""
+        return image, target
+
+
+def create_detector(name: str, num_classes: int, **arguments: Any) -> nn.Module:
+    """Return the detector with random weights. ``num_classes`` does not count the background.
+
+    Raises torchvision's errors for invalid arguments.
+    """
+    model: nn.Module = torchvision.models.get_model(
+        name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **arguments
+    )
+    return with_losses_per_image(as_given(model))
+
+
+def as_given(model: nn.Module) -> nn.Module:
+    """Return the detector without its own resizing and normalization."""
+    transform: Any = model.transform
+    model.transform = AsGiven(transform.size_divisible)
+    return model
+
+
+def with_losses_per_image(model: nn.Module) -> nn.Module:
+    """Return the detector with losses that are means over the images, as RetinaNet's are.
+
+    torchvision divides the losses of SSD and FCOS by the matched anchors of the whole micro-batch, so that
+    they would depend on its size. Faster R-CNN's losses are means over its samples of anchors and proposals,
+    a fixed number per image.
+    """
+    if isinstance(model, SSD | FCOS):
+        compute: Any = partial(_mean_over_images, model.compute_loss)
+        model.compute_loss = compute
+    return model
+
+
+def _mean_over_images(
+    compute_loss: Callable[..., dict[str, Tensor]],
+    targets: Sequence[dict[str, Tensor]],
+    head_outputs: dict[str, Tensor],
+    anchors: Sequence[Tensor],
+    matches: Sequence[Any],
+) -> dict[str, Tensor]:
+    """``matches``: SSD's matched anchors of each image, or FCOS's numbers of anchors, the same for all."""
+    losses = []
+    for place in range(len(targets)):
+        index = slice(place, place + 1)
+        outputs = {name: values[index] for name, values in head_outputs.items()}
+        of_image = matches[index] if isinstance(matches[0], Tensor) else matches
+        losses.append(compute_loss(targets[index], outputs, anchors[index], of_image))
+    return {name: torch.stack([image_losses[name] for image_losses in losses]).mean() for name in losses[0]}
+
+
+def swap_detector_head(name: str, model: nn.Module, num_classes: int, **arguments: Any) -> set[str]:
+    """Replace the layers that depend on the classes by random layers; return the names of their tensors."""
+    head = next((path for start, path in _HEADS.items() if name.startswith(start)), _ONE_STAGE_HEAD)
+    arguments.pop("trainable_backbone_layers", None)  # torchvision warns: it is for pretrained backbones
+    new = create_detector(name, num_classes, **arguments).get_submodule(head)
+    model.set_submodule(head, new)
+    return {f"{head}.{key}" for key in new.state_dict()}

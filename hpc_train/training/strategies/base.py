@@ -18,7 +18,7 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.topology.strategy_traits import problems_of_arguments
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import Precision
-from hpc_train.training.distributed.shared_sum import SharedSum
+from hpc_train.training.distributed.shared_flags import SharedSum
 
 
 class Forward(Protocol):
@@ -115,7 +115,7 @@ class Strategy(Protocol):
         """Run forward and backward of this rank's micro-batches.
 
         Afterwards the gradients are those of the mean of ``forward.loss`` over all M, and BatchNorm's running
-        statistics as if all M had updated them in order (``strategies.running_statistics``). Returns this
+        statistics as if all M had updated them in order (``strategies.batchnorm``). Returns this
         rank's weighted sum of losses, detached, shape (); zero without ``owns_loss``.
         """
 

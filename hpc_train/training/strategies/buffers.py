@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError
-from hpc_train.training.strategies.running_statistics import only_updates_statistics
+from hpc_train.training.strategies.batchnorm import only_updates_statistics
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from hpc_train.errors import BadFileError
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.strategies.base import Forward, Piece, RankContext
+from hpc_train.training.strategies.batchnorm import RunningStatistics
 from hpc_train.training.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
 from hpc_train.training.strategies.pieces import piece_of
-from hpc_train.training.strategies.running_statistics import RunningStatistics
 
 
 class DataParallel(ABC):

@@ -18,9 +18,9 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.validate.compatibility import sharded_batchnorm
 from hpc_train.training.distributed.device import Precision
 from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.batchnorm import has_batchnorm
 from hpc_train.training.strategies.data_parallel import DataParallel
 from hpc_train.training.strategies.pieces import clip_over_ranks, mesh_of, new_mesh
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
 
 
 class FullySharded(DataParallel):

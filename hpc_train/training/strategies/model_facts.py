@@ -12,12 +12,9 @@ from torch import nn
 
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models import blocks, building, splitting, weights
 from hpc_train.training.models.base import UnknownArgumentError
-from hpc_train.training.models.blocks import find_blocks
-from hpc_train.training.models.building import build_model
-from hpc_train.training.models.splitting import most_stages
-from hpc_train.training.models.weights import head_keys
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.strategies.batchnorm import has_batchnorm
 from hpc_train.training.strategies.tensor_layers import numbers_shared, shareable_in
 
 #: Image size of models that don't declare it.
@@ -58,14 +55,14 @@ def tensors(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """
     model = _on_meta(name, args)
     shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items() if tensor.ndim}
-    return {"tensors": shapes, "head": sorted(head_keys(model))}
+    return {"tensors": shapes, "head": sorted(weights.head_keys(model))}
 
 
 def _on_meta(name: str, args: dict[str, Any]) -> nn.Module:
     values = (0.5,) * _CHANNELS
     info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
     with torch.device("meta"):
-        return build_model(ModelConfig(name=name, args=args), info)
+        return building.build_model(ModelConfig(name=name, args=args), info)
 
 
 def _facts_of_size(name: str, model: nn.Module, image_size: ImageSize) -> dict[str, Any]:
@@ -110,5 +107,5 @@ def _facts_of_layers(model: nn.Module) -> dict[str, Any]:
     return {
         "shared": {label: number for number, label in first.items()},
         "dropout_key": next(dropout_keys, None),
-        "most_stages": most_stages(model, find_blocks(model)),
+        "most_stages": splitting.most_stages(model, blocks.find_blocks(model)),
     }

@@ -33,11 +33,11 @@ from hpc_train.experiment.validate.compatibility import compiled_whole
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.models.splitting import Stage, split_model
 from hpc_train.training.strategies.base import Forward, Piece, RankContext
+from hpc_train.training.strategies.batchnorm import RunningStatistics
 from hpc_train.training.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
 from hpc_train.training.strategies.data_parallel import move, refuse_complex
 from hpc_train.training.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
 from hpc_train.training.strategies.pieces import clip_over_ranks, data_mesh, made_once, mesh_of, part_of
-from hpc_train.training.strategies.running_statistics import RunningStatistics
 from hpc_train.training.strategies.stages import (
     HeldStages,
     OutputSpecs,

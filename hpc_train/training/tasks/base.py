@@ -125,8 +125,7 @@ def _refuse_other_data(experiment: Experiment, info: DataInfo) -> None:
 
 def optional_metrics(task: Task) -> Sequence[str]:
     """Return the names of the metrics that only some evaluations of the task have."""
-    names: Sequence[str] = getattr(task, "optional_metrics", ())
-    return names
+    return getattr(task, "optional_metrics", ())
 
 
 def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:

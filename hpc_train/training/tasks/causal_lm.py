@@ -53,10 +53,9 @@ class CausalLM(Task):
 
     def _losses(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return the cross entropy of each token, (B·T,); 0 for ignored tokens."""
-        if self._ignored is None:
-            return functional.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
+        ignored = -100 if self._ignored is None else self._ignored  # torch's default, which is no token
         return functional.cross_entropy(
-            logits, targets, ignore_index=self._ignored, label_smoothing=smoothing, reduction="none"
+            logits, targets, ignore_index=ignored, label_smoothing=smoothing, reduction="none"
         )
 
     def _flat(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,8 @@ from torch import Tensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
-from hpc_train.training.tasks import drawing
+from hpc_train.training.tasks import class_losses, drawing
 from hpc_train.training.tasks.base import Task, at_least_float32, checked_logits, class_table
-from hpc_train.training.tasks.class_losses import as_shares, make_class_loss
 
 #: The k of ``accuracy_top5``; with k classes or fewer it would always be 1.
 _TOP = 5
@@ -52,14 +51,20 @@ class Classification(Task):
             _check_top5_is_unused(experiment)
         self._class_names = info.class_names
         self._label_smoothing = config.label_smoothing
-        self._losses = make_class_loss(config.loss, num_classes, has_several=self._has_several)
+        self._losses = class_losses.make_class_loss(config.loss, num_classes, has_several=self._has_several)
         #: See ``Task``.
         self.weight = self._total_weight if self._losses.weighs_samples else None
         self.target_spec = TargetSpec(
             "a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1
         )
         if has_vectors:
-            self.target_spec = _vector_spec(num_classes, has_several=self._has_several)
+            self.target_spec = TargetSpec(
+                "a yes (1) or no (0) per class" if self._has_several else "the share of each class",
+                kind="any" if self._has_several else "float",
+                shape=(num_classes,),
+                minimum=0,
+                maximum=1,
+            )
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the samples, or over their class weights, of the loss with label smoothing."""
@@ -75,7 +80,7 @@ class Classification(Task):
 
     def soft_targets(self, targets: Tensor) -> Tensor:
         """Return targets as shares of the classes, (B, C) float64, for mixup."""
-        return as_shares(targets, self._num_classes, torch.float64)
+        return class_losses.as_shares(targets, self._num_classes, torch.float64)
 
     def training_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the number of correct predictions, (1,): with mixup, of the class with the larger share."""
@@ -97,7 +102,7 @@ class Classification(Task):
             sums["weight"] = torch.where(batch.valid, weights, 0.0)
         if self._has_several:
             return _totals(sums) | label_sums(
-                logits, as_shares(batch.targets, logits.shape[1], logits.dtype), batch
+                logits, class_losses.as_shares(batch.targets, logits.shape[1], logits.dtype), batch
             )
         classes = _classes(batch.targets)
         predictions = logits.argmax(dim=1)
@@ -224,12 +229,6 @@ def _check_top5_is_unused(experiment: Experiment) -> None:
             raise BadFileError(
                 f"{key}: accuracy_top5 needs more than {_TOP} classes; write accuracy or another metric"
             )
-
-
-def _vector_spec(num_classes: int, *, has_several: bool) -> TargetSpec:
-    meaning = "a yes (1) or no (0) per class" if has_several else "the share of each class"
-    kind = "any" if has_several else "float"
-    return TargetSpec(meaning, kind=kind, shape=(num_classes,), minimum=0, maximum=1)  # type: ignore[arg-type]
 
 
 def _totals(sums: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -48,33 +49,13 @@ class Detection:
         self._num_classes = experiment.model.args.get("num_classes", info.num_classes)
         self._class_names = info.class_names
         self._canvas = experiment.data.eval_height_and_width
+        per_box = partial(TargetSpec, kind="integer", shape=(None,), is_ragged=True, geometry="per box")
         self.target_spec = {
             "boxes": TargetSpec(
-                "the corners of boxes",
-                kind="float",
-                shape=(None, 4),
-                minimum=0,
-                is_ragged=True,
-                geometry="boxes",
+                "the corners of boxes", "float", (None, 4), minimum=0, is_ragged=True, geometry="boxes"
             ),
-            "labels": TargetSpec(
-                "a class number per box",
-                kind="integer",
-                shape=(None,),
-                minimum=1,
-                maximum=self._num_classes,
-                is_ragged=True,
-                geometry="per box",
-            ),
-            "iscrowd": TargetSpec(
-                "1 for each box of a crowd, else 0",
-                kind="integer",
-                shape=(None,),
-                minimum=0,
-                maximum=1,
-                is_ragged=True,
-                geometry="per box",
-            ),
+            "labels": per_box("a class number per box", minimum=1, maximum=self._num_classes),
+            "iscrowd": per_box("1 for each box of a crowd, else 0", minimum=0, maximum=1),
         }
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:

@@ -21,9 +21,8 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import LossConfig
 from hpc_train.experiment.data_facts.facts import SEGMENTATION_LOSSES, CrossEntropyArgs, DiceArgs, OhemArgs
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
-from hpc_train.training.tasks import drawing
+from hpc_train.training.tasks import class_losses, drawing
 from hpc_train.training.tasks.base import Task, checked_logits, class_table, divided
-from hpc_train.training.tasks.class_losses import check_weights, class_values
 
 #: The label of pixels without a class, if the data set defines none.
 _IGNORED = 255
@@ -207,7 +206,7 @@ class _CrossEntropy(PixelLoss):
 
     def _weights(self, classes: Tensor, labelled: Tensor) -> Tensor:
         assert self.args.class_weights is not None
-        weights = class_values(self.args.class_weights, torch.where(labelled, classes, 0))
+        weights = class_losses.class_values(self.args.class_weights, torch.where(labelled, classes, 0))
         return torch.where(labelled, weights, 0.0)
 
 
@@ -265,7 +264,7 @@ def make_pixel_loss(config: LossConfig | None, num_classes: int, smoothing: floa
         case OhemArgs():
             return _Ohem(smoothing, args)
         case CrossEntropyArgs():
-            check_weights(args, num_classes)
+            class_losses.check_weights(args, num_classes)
             return _CrossEntropy(smoothing, args)
     raise AssertionError(f"{config.name} has no implementation")
 

@@ -251,6 +251,6 @@ def test_tokens_in_memory_are_checked_once_or_in_each_batch(
     reader = SlotReader(
         source.train, None, 0, lambda inputs, targets, _: (inputs, targets), TargetCheck("t", spec)
     )
-    assert reader._is_checked is is_checked
+    assert reader.is_in_memory is is_checked
     read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, torch.arange(3), 3))
     assert isinstance(read, Read) if is_checked else isinstance(read, Failure)

@@ -389,7 +389,7 @@ def test_stale_is_retried(
         return rank_ends(attempt)
 
     monkeypatch.setattr(storage_errors, "RETRY_AFTER_S", (0.0,))
-    monkeypatch.setattr("hpc_train.launchers.slurm.after.rank_ends", stale)
+    monkeypatch.setattr("hpc_train.run.attempts.rank_ends", stale)
     main([str(batch.submission), "75"])
     assert capsys.readouterr().out == "requeue 75\n"
     assert read_status(batch.paths).state == "requeued"

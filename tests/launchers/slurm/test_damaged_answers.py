@@ -167,7 +167,7 @@ class Life:
         self.attempt = 0
         monkeypatch.setenv("HPC_TRAIN_CACHE", str(folder / "cache"))
         monkeypatch.setattr(queue, "run", self.cluster.run)
-        for module in (queue, queue_status):
+        for module in (queue.commands, queue_status):
             monkeypatch.setattr(module, "cluster_name", lambda: "big")
         monkeypatch.setattr(queue.time, "time", lambda: self.cluster.now)
         monkeypatch.setattr(queue_status, "datetime", _clock(self.cluster))

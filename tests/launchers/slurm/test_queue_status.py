@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.launchers.slurm import queue_status
+from hpc_train.launchers.slurm import evaluations, queue_status
 from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
 from hpc_train.launchers.slurm.queue_status import (
     CUT_SHORT,
@@ -22,6 +22,7 @@ from hpc_train.launchers.slurm.queue_status import (
 )
 from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths, SubmissionPaths
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.attempts import EventLog, read_record
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -465,3 +466,43 @@ def test_a_job_of_another_script_is_not_its_own(paths: RunPaths, tmp_path: Path)
     assert _stand(queued_run(tmp_path / "runs", "12", "def"), other).state == "pending"
     unknown = queued_run(tmp_path / "runs", "12", "ghi")
     assert _stand(unknown, job("12", "RUNNING", name="other")).state == "cancelled", "by the job's name"
+
+
+@pytest.mark.parametrize(
+    ("run", "state", "facts", "how"),
+    [
+        ("completed", "PENDING", {}, None),
+        ("completed", "RUNNING", {}, None),
+        ("completed", "CANCELLED", {"ended": _LONG_AGO}, "CANCELLED"),
+        ("failed", "TIMEOUT", {"ended": _LONG_AGO}, "TIMEOUT"),
+        ("completed", "FAILED", {"ended": None}, None),
+        ("completed", FORGOTTEN, {"missed_at": None}, None),
+        ("completed", FORGOTTEN, {"missed_at": 0.0}, "it is no longer in the queue"),
+        ("completed", "RUNNING", {"name": "other"}, None),
+        ("completed", "COMPLETED", {"name": "other"}, "it is no longer in the queue"),
+        ("running", "CANCELLED", {"ended": _LONG_AGO}, None),
+    ],
+)
+def test_an_evaluation_whose_job_has_ended_without_a_result_has_failed(
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    run: str,
+    state: str,
+    facts: dict[str, Any],
+    how: str | None,
+) -> None:
+    """While the run trains, its batch script submits the evaluation again. A time of None is now."""
+    write_status(paths, RunStatus(run, 10, 10, attempt=1))
+    write_checkpoint(paths, 4, attempt=1)
+    evaluation_jobs.request(paths, 4)
+    evaluation_jobs.note_job(paths, 4, "31")
+    moment = {"ended": datetime.now(UTC).isoformat(), "missed_at": time.time()}
+    facts = {key: moment[key] if value is None else value for key, value in facts.items()}
+    named = {"name": evaluations.job_name(paths, 4)} | facts
+    queued = {"31": JobState("31", state, **named), "12": job("12", "RUNNING")}
+    monkeypatch.setattr(
+        queue_status, "ask", lambda keys, also, max_age_s: {key: queued[key[0]] for key in keys}
+    )
+    statuses([paths])
+    failures = {} if how is None else {4: f"job 31 ended without a result: {how}"}
+    assert evaluation_jobs.failures(paths) == failures

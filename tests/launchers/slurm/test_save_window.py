@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.launchers.slurm import commands
-from hpc_train.launchers.slurm.save_window import preemption_grace, warnings
+from hpc_train.launchers.slurm.options import preemption_grace, save_warnings
 from hpc_train.paths import ExperimentPaths
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.scripts import experiment
@@ -40,7 +40,7 @@ def said(tmp_path: Path, save_s: float | None, **keys: Any) -> list[str]:
     folder = ExperimentPaths(tmp_path / "exp")
     if not folder.folder.exists():
         saved_in(folder.folder, "abc", save_s)
-    return warnings(experiment(slurm=keys), folder)
+    return save_warnings(experiment(slurm=keys), folder)
 
 
 @pytest.mark.parametrize("partition", [None, "low"])

@@ -132,7 +132,7 @@ def test_the_job_of_an_evaluation_requests_what_one_rank_has(tmp_path: Path) -> 
     }
     assert wanted | {"requeue"} <= options
     assert not {"exclusive", "hold"} & options
-    assert "srun" not in text.split("hpc_train_evaluate()")[1]
+    assert "srun" not in text.split("hpc_train_command()")[1]
     assert fake_batch(tmp_path / "other").evaluation is None
 
 

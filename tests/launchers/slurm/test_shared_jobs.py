@@ -64,12 +64,15 @@ def test_the_job_requests_what_its_slots_need_and_a_slot_its_share(tmp_path: Pat
     snapshot = fake_snapshot(tmp_path / ".code/content")
     slurm = {"runs_per_job": 4, "gpus_per_node": 2, "gpu_type": "a100", "cpus_per_gpu": 3, "mem_gb": 10}
     asked = experiment(slurm=slurm)
+    pyxis = experiment(slurm=slurm, environment={"container": {"image": "a/b", "runtime": "pyxis"}})
     program = Program.model_validate({"name": "exp", "program": {"command": ["python"]}, "slurm": slurm})
+    steps = []
     for text in (
         script_text(batch(submission, file, snapshot=snapshot, search_path=[], sharing=Sharing(4, 6)), 12)
-        for file in (program, asked)
+        for file in (program, pyxis, asked)
     ):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        steps += re.findall(r"^ +srun .*\\\n.*$", text, re.MULTILINE)
     for line in (
         "--array=0-1%2",
         "--ntasks-per-node=8",
@@ -78,11 +81,13 @@ def test_the_job_requests_what_its_slots_need_and_a_slot_its_share(tmp_path: Pat
         "--mem=40G",
     ):
         assert re.search(f"^#SBATCH {line}$", text, re.MULTILINE), line
-    (step,) = re.findall(r"^ +srun .*\\\n.*$", text, re.MULTILINE)
+    _, in_container, step = steps
     for word in ("--exact", "--nodes=1", "--ntasks=2", "--gpus-per-node=a100:2", "--cpus-per-task=3"):
         assert f" {word} " in step, step
     assert step.endswith(' -u -m hpc_train.launchers.entry "$HPC_TRAIN_RUN_FOLDER"')
     assert not re.search("^srun", text, re.MULTILINE)
+    assert " --exact " in in_container and " --container-image=a/b " in in_container, in_container
+    assert in_container.endswith(' python3 -u -m hpc_train.launchers.entry "$HPC_TRAIN_RUN_FOLDER"')
 
 
 def shared_gpu_script(tmp_path: Path) -> str:

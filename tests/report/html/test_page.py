@@ -23,6 +23,7 @@ from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, collect
 from hpc_train.report.html.page import render
 from hpc_train.run.files import read_json
+from hpc_train.run.spikes import Spike, SpikesFile
 from hpc_train.training.evaluation_outputs import png
 from hpc_train.training.tasks.drawing import DESCRIPTION
 from tests.report.made_runs import made_sweep
@@ -160,6 +161,9 @@ def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> Non
     ]
     rows += [{"split": "train", "step": step, "attempt": 1, "step_s": next(numbers)} for step in (4, 10**400)]
     paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), errors="replace")
+    spikes = [{name: next(numbers) for name in ("loss", "loss_limit", "grad_norm")} for _ in range(3)]
+    spikes = [spike | {"step": step} for spike, step in zip(spikes, (3, next(numbers), 10**18), strict=True)]
+    paths.spikes.write_text("".join(json.dumps(spike) + "\n" for spike in spikes), errors="replace")
     record = json.loads(paths.attempt(1).record.read_text())
     changes: dict[str, Any] = {"reason": hostile(), "hosts": [hostile()], "cause": hostile()}
     paths.attempt(1).record.write_text(json.dumps(record | changes))
@@ -212,6 +216,26 @@ def test_the_page_describes_the_runs_in_words(tmp_path: Path, monkeypatch: pytes
     assert page.count(count) == 4
     monkeypatch.setattr(limits, "TABLE_COLUMNS", 1)
     assert count not in render(collect(runs))
+
+
+def test_spikes_of_colored_runs_are_marked_with_action_and_samples(tmp_path: Path) -> None:
+    runs = made_sweep(tmp_path, 10, steps=100)
+    best, *_, gray = (run.paths for run in collect(runs).runs)
+    for paths in (best, gray):
+        file = SpikesFile(paths.spikes, 0)
+        file.append(Spike(50, 9.0, 2.0, 3.0), [4, 5], "skip")
+        file.append(Spike(75, None, None, -1.0, 3.0), range(9), "report")
+        file.close()
+    page = render(collect(runs))
+    parsed = _check(page, _script())
+    # The loss is above the scale, a norm of the second one below it.
+    places = re.findall(r'<svg class="spike c(\d)" data-run="\d" x="([\d.]+)%" y="([\d.]+)%">', page)
+    assert [place[:2] for place in places] == [("0", "50.0"), ("0", "50.0"), ("0", "75.0")]
+    assert places[0][2] == "0.0" and 0 < float(places[1][2]) < 100 and places[2][2] == "100.0"
+    words = "spike at step 50: loss 9 above 2, update skipped (samples 4, 5)"
+    assert parsed.text.count(words) == 2 and page.count("▼ 1 spike<") == page.count("▼ 2 spikes<") == 1
+    marked = [chart["spikes"] for chart in json.loads(parsed.scripts[0])["charts"] if chart["spikes"]]
+    assert [len(spikes) for spikes in marked] == [1, 2] and marked[0] == [[0, 50, words]]
 
 
 def test_runs_without_anything_have_a_page(tmp_path: Path) -> None:

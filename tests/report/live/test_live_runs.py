@@ -13,8 +13,12 @@ import pytest
 from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.live import live_runs as reading_module
-from hpc_train.report.live.cells import (
+from hpc_train.report.live.details import MIN_LINES, DetailsReader, LogTail, charts
+from hpc_train.report.live.live_runs import (
     COLUMNS,
+    ENDED_EVERY_S,
+    LiveRun,
+    RunsReader,
     bar,
     cells,
     columns_for,
@@ -25,10 +29,9 @@ from hpc_train.report.live.cells import (
     short_number,
     sparkline,
 )
-from hpc_train.report.live.details import MIN_LINES, DetailsReader, LogTail, charts
-from hpc_train.report.live.live_runs import ENDED_EVERY_S, LiveRun, RunsReader
 from hpc_train.run.files import remove_folder
 from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.run.spikes import Spike, SpikesFile
 from tests.calls import work_of
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
@@ -45,7 +48,13 @@ def test_a_run_is_shown_as_its_files_say() -> None:
     assert run.metric == ("accuracy", 0.3)
     assert run.eta_s == pytest.approx(70, abs=2)
     write_status(paths, RunStatus("failed", 30, 100, 1.0, 1, "rank 0: no"))
-    details = dict(DetailsReader(paths).read(run, is_full=True).lines)
+    reader = DetailsReader(paths)
+    assert "spikes" not in dict(reader.read(run, is_full=True).lines)
+    spikes = SpikesFile(paths.spikes, 0)
+    spikes.append(Spike(7, 9.0, 2.0), [4], "skip")
+    spikes.close()
+    details = dict(reader.read(run, is_full=True).lines)
+    assert details["spikes"].startswith("1 spike: step 7: loss 9 above 2, update skipped (samples 4); ")
     assert details["best"] == "accuracy 0.3 at step 30"
     assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% data wait, MFU 41.0%"
     assert details["folder"] == str(paths.folder)

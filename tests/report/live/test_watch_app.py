@@ -17,9 +17,8 @@ from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.live import screens as screens_module
 from hpc_train.report.live import watch_app as app_module
-from hpc_train.report.live.cells import cells, columns_for
 from hpc_train.report.live.details import Details, DetailsReader
-from hpc_train.report.live.live_runs import LiveRun
+from hpc_train.report.live.live_runs import LiveRun, cells, columns_for
 from hpc_train.report.live.screens import DetailsView, LogView, Question, styled
 from hpc_train.report.live.watch_app import WatchApp
 from hpc_train.run.run_status import RunStatus, write_status

@@ -15,9 +15,15 @@ import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.run.code import code_files
-from hpc_train.run.code.code_files import Selection, import_folders, package_files, select
+from hpc_train.run.code.code_files import (
+    Selection,
+    commit_of,
+    import_folders,
+    listed_files,
+    package_files,
+    select,
+)
 from hpc_train.run.code.snapshot import check_owner
-from hpc_train.run.code.work_tree import commit_of, listed_files
 from tests.run.code.trees import git, work_tree, write
 
 

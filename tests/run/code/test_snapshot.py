@@ -132,7 +132,7 @@ def test_a_failed_snapshot_leaves_nothing(tree: Path, root: Path, monkeypatch: p
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot, "write_json", fail)
+    monkeypatch.setattr("hpc_train.run.files.write_json", fail)
     with pytest.raises(OSError, match=f"No space left on device: '{root}'"):
         take(root, tree)
     assert not any(root.iterdir())

@@ -85,10 +85,7 @@ HEADER_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JP
 
 
 def sampled_images(paths: Iterable[str | Path], folder: Path) -> Images:
-    """Return the facts of an even sample of images, from their headers.
-
-    Raises UsageError if no file below ``folder`` can be opened.
-    """
+    """Return facts of an even sample of images by headers. Raises UsageError if none can be opened."""
     from PIL import Image
 
     kept = EvenSample(paths).kept
@@ -160,10 +157,7 @@ def new_lists_of(header: Row, train: Sequence[Row], val: Sequence[Row]) -> dict[
 
 
 def without_fifth(rows: Sequence[Row], *, has_classes: bool = True) -> tuple[list[Row], list[Row], str]:
-    """Return training rows, validation rows and a remark.
-
-    A fifth is for validation, of each class if there are classes, by a hash of the path.
-    """
+    """Return training rows, validation rows (a fifth, per class if any, by hash of path) and a remark."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:
         groups.setdefault(row[1:] if has_classes else (), []).append(row)

@@ -216,7 +216,6 @@ def _target_columns(row: Mapping[str, str], path_column: str) -> list[str]:
 
 
 def _target_kind(cells: Sequence[str], columns: Sequence[str], task: str | None) -> str:
-    """Return ``data.args.target``: ``class``, ``classes`` or ``number``."""
     different = set(cells)
     if not all(map(_NUMBER.fullmatch, different)):
         if task == "regression":

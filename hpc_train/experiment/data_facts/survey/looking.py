@@ -12,17 +12,12 @@ from typing import Any
 
 from hpc_train.errors import UsageError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import root_layout
 from hpc_train.experiment.data_facts.by_name import data_facts
 from hpc_train.experiment.data_facts.data_size import MAX_ANNOTATIONS_BYTES, image_paths
 from hpc_train.experiment.data_facts.image_facts import MASK_MODES, SCALED_MASKS
 from hpc_train.experiment.data_facts.listed_data import SEPARATORS
 from hpc_train.experiment.data_facts.raw_tokens import RAW_NAME
-from hpc_train.experiment.data_facts.root_layout import (
-    annotation_files,
-    class_folders,
-    validation_folder,
-    why_not_read,
-)
 from hpc_train.experiment.data_facts.survey import content, listed_images
 
 #: Time limit for reading masks: a class number that is first read by a rank would end its run.
@@ -88,7 +83,6 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def _kind(folder: Path, task: str | None) -> str | None:
-    """Return the data set that reads ``folder``, one of the task's; None if there is none."""
     kind = _kind_of_file(folder) if folder.is_file() else _kind_of_folder(folder)
     kinds = _KINDS.get(task or "", ())
     return kinds[0] if kinds and kind not in kinds else kind
@@ -98,7 +92,7 @@ def _kind_of_file(path: Path) -> str:
     """Return the data set of a file. Raises UsageError for one that is neither a list nor a text."""
     if path.suffix in SEPARATORS:
         return "image_list"
-    if (why := why_not_read(path)) is not None:
+    if (why := root_layout.why_not_read(path)) is not None:
         raise UsageError(f"--root: {path} {why}; write a folder, a list or a text")
     with path.open("rb") as file:
         if b"\0" in file.read(_HEAD_BYTES) or path.suffix in (".json", ".jsonl"):
@@ -113,9 +107,9 @@ def _kind_of_folder(folder: Path) -> str | None:
         return "coco"
     if (train / "images").is_dir() and (train / "masks").is_dir():
         return "segmentation_folder"
-    if listed_images.lists_in(folder) and not (train.is_dir() and class_folders(train)):
+    if listed_images.lists_in(folder) and not (train.is_dir() and root_layout.class_folders(train)):
         return "image_list"
-    if train.is_dir() and (class_folders(train) or image_paths(train)):
+    if train.is_dir() and (root_layout.class_folders(train) or image_paths(train)):
         return "imagefolder"
     if (text := folder / "train.txt").is_file():
         return "text" if text.stat().st_size <= _MAX_TEXT_BYTES else "tokens"
@@ -125,8 +119,7 @@ def _kind_of_folder(folder: Path) -> str | None:
 
 
 def _segmentation_folder(root: Path) -> content.Survey:
-    """Return the content of ``root`` with train/images and train/masks."""
-    val = validation_folder(root)
+    val = root_layout.validation_folder(root)
     paths = image_paths(root / "train" / "images")
     images = content.sampled_images(paths, root / "train" / "images")
     folders = [root / "train" / "masks", *([] if val is None else [val / "masks"])]
@@ -170,7 +163,6 @@ def _mask_values(masks: Sequence[str]) -> tuple[list[int], int]:
 
 
 def _mask_args(values: Sequence[int]) -> tuple[dict[str, Any], str]:
-    """Return ``data.args`` for these pixel values, and the reason."""
     numbers = [value for value in values if value != _VOID] or list(values)
     if max(numbers) < max(2, 2 * len(numbers)) and (len(numbers) > 1 or _VOID not in values):
         classes = max(2, max(numbers) + 1)
@@ -189,7 +181,7 @@ def _ranges(values: Sequence[int]) -> str:
 
 def _coco(root: Path) -> content.Survey | None:
     """Return the content of ``root`` with train.json; None if reading it takes too long."""
-    files = annotation_files(root)
+    files = root_layout.annotation_files(root)
     if any(path.stat().st_size > MAX_ANNOTATIONS_BYTES for path in files.values()):
         return None
     try:
@@ -236,7 +228,6 @@ def _bad_boxes(document: Mapping[str, Any]) -> int:
 
 
 def _text(root: Path) -> content.Survey:
-    """Return the content of a text file, or of a folder of train.txt."""
     has_val_file = root.is_dir() and (root / "val.txt").is_file()
     file = root / "train.txt" if root.is_dir() else root
     length = _MAX_LENGTH
@@ -254,7 +245,6 @@ def _text(root: Path) -> content.Survey:
 
 
 def _tokens(root: Path) -> content.Survey:
-    """Return the content of a folder of texts to tokenize, or of files of tokens."""
     args: dict[str, Any] = {"sequence_length": _MAX_LENGTH}
     summary = "files of tokens, such as nanoGPT's"
     if has_text := any(path.suffix in (".jsonl", ".txt") for path in root.iterdir()):

@@ -183,6 +183,7 @@
     const cursor = document.createElementNS("http://www.w3.org/2000/svg", "line");
     let place = steps.length - 1, picked = null;
 
+    all(".spike title", area).forEach((title) => title.remove());  // the tip has the same words
     cursor.setAttribute("class", "cursor off");
     cursor.setAttribute("y2", "100%");
     area.append(cursor);
@@ -193,8 +194,15 @@
     frame.setAttribute("aria-valuemax", steps.at(-1) ?? 0);
     setValue([]);
 
+    // The spikes next to the cursor, the newest ones.
+    function spikes() {
+      const near = ([run, step]) => !hiddenRuns.has(run) && nearest(steps, step) === place;
+      return chart.spikes.filter(near).slice(-4);
+    }
+
     function setValue(found) {
-      const words = found.map(([run, value]) => `${data.runs[run]} ${format(value)}`).join(", ");
+      const values = found.map(([run, value]) => `${data.runs[run]} ${format(value)}`);
+      const words = [...values, ...spikes().map(([, , text]) => text)].join(", ");
       frame.setAttribute("aria-valuenow", steps[place] ?? 0);
       frame.setAttribute("aria-valuetext", `step ${steps[place] ?? 0}${words ? `: ${words}` : ""}`);
     }
@@ -222,6 +230,11 @@
         const line = element("div");
         const isNamed = run < data.highlighted;
         line.append(element("i", "", isNamed ? `c${run}` : "muted"), element("span", data.runs[run]), element("b", format(value)));
+        children.push(line);
+      }
+      for (const [run, , text] of spikes()) {
+        const line = element("div");
+        line.append(element("i", "", `c${run}`), element("span", text));
         children.push(line);
       }
       showTip(x, y, children);

@@ -204,8 +204,7 @@ class _AnnotationFile:
             entries = document.get(key) if isinstance(document, dict) else None
             if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
                 raise self._error(f"has no list {key!r}", "write it in the format of COCO")
-        checked: dict[str, list[dict[str, Any]]] = document
-        return checked
+        return document
 
     def _categories(self) -> dict[int, str]:
         names: dict[int, str] = {}

@@ -40,35 +40,28 @@ _ROWS_AT_ONCE = 10_000
 _SPLITS_FILE = "dataset_dict.json"
 
 
+@dataclass
 class HuggingFaceImages:
     """A ``FileSplit`` of a split's images, which are stored as files."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        columns: tuple[str, str],
-        numbers: Mapping[Any, int] | None,
-        files: NamedFiles,
-        channels: int,
-        *,
-        has_classes: bool,
-    ) -> None:
-        """``columns``: image and target. ``numbers``: the class of a target; None: the target itself."""
-        self._rows, self._files = rows, files
-        self._image, self._target = columns
-        self._has_classes = has_classes
-        self._numbers = numbers
-        self.channels = channels
+    rows: Rows
+    #: Image and target.
+    columns: tuple[str, str]
+    #: The class of a target; None: the target itself.
+    numbers: Mapping[Any, int] | None
+    files: NamedFiles
+    channels: int
+    has_classes: bool
 
     def __len__(self) -> int:
-        return len(self._rows.data)
+        return len(self.rows.data)
 
     def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
         """Return the image's file, and the row's target: int64 (), or float32 () or (K,)."""
-        row = self._rows.data[index]
-        image, target = row[self._image], row[self._target]
+        row = self.rows.data[index]
+        image, target = (row[column] for column in self.columns)
         if image is None or target is None:
-            raise ValueError(f"the row has no {self._image if image is None else self._target}")
+            raise ValueError(f"the row has no {self.columns[0 if image is None else 1]}")
         return self._content(image, index), self._as_target(target, index)
 
     def _content(self, image: dict[str, Any], index: int) -> bytes:
@@ -76,15 +69,15 @@ class HuggingFaceImages:
         if content is not None:
             return bytes(content)
         if name is None:
-            raise ValueError(f"the row has no {self._image}")
-        where = self._rows.place(index)
-        return image_content(self._files.path(self._files.checked(name, where)), where)
+            raise ValueError(f"the row has no {self.columns[0]}")
+        where = self.rows.place(index)
+        return image_content(self.files.path(self.files.checked(name, where)), where)
 
     def _as_target(self, target: Any, index: int) -> RawTarget:
-        if not self._has_classes:
-            place = _place(self._rows.place(index), self._target)
+        if not self.has_classes:
+            place = _place(self.rows.place(index), self.columns[1])
             return np.asarray(numbers_of(target, place, None), dtype=np.float32)
-        return np.int64(target if self._numbers is None else self._numbers.get(target, _NO_CLASS))
+        return np.int64(target if self.numbers is None else self.numbers.get(target, _NO_CLASS))
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,10 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.experiment.data_facts.image_facts import ImageFolderArgs
 from hpc_train.experiment.data_facts.root_layout import class_folders, validation_folder
-from hpc_train.training.datasets import packing
+from hpc_train.training.datasets import decoding, images, packed, packing
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.decoding import decode
-from hpc_train.training.datasets.images import image_content
-from hpc_train.training.datasets.packed import find_pack, open_split
+from hpc_train.training.datasets.sources import infer, named_files, values
 from hpc_train.training.datasets.sources.image_files import Skipped, images_below
-from hpc_train.training.datasets.sources.infer import image_info
-from hpc_train.training.datasets.sources.named_files import spelling_remarks
-from hpc_train.training.datasets.sources.values import alike
 
 
 class FolderSplit:
@@ -61,11 +56,11 @@ class FolderSplit:
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         content, target = self.file_content(index)
-        return decode(content, self.channels), target
+        return decoding.decode(content, self.channels), target
 
     def file_content(self, index: int, /) -> tuple[bytes, int]:
         """Return the content of a sample's file, and the sample's class."""
-        return image_content(self._file(index)), int(self.classes[index])
+        return images.image_content(self._file(index)), int(self.classes[index])
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
@@ -104,28 +99,28 @@ def folder_source(root: Path, channels: int) -> DataSource:
             skipped.add_beside_classes(split.folder)
     skipped.add_unused_folders([root / "train", folder])
     notices = [*skipped.notices(), *_class_notices(val, class_names)]
-    return DataSource(train, val, image_info(class_names, channels), notices=tuple(notices))
+    return DataSource(train, val, infer.image_info(class_names, channels), notices=tuple(notices))
 
 
 def _class_notices(val: FolderSplit | None, class_names: tuple[str, ...]) -> list[str]:
     counts = [1] if val is None else np.bincount(val.classes, minlength=len(class_names))
     absent = [name for name, count in zip(class_names, counts, strict=False) if count == 0]
     remarks = [f"{val.folder} has no image of {listed(absent, 5)}"] if val and absent else []
-    return [f"data.root: {remark}" for remark in (*spelling_remarks(class_names), *remarks)]
+    return [f"data.root: {remark}" for remark in (*named_files.spelling_remarks(class_names), *remarks)]
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
-    pack = find_pack(config)
-    train = open_split(pack, "train", root, channels)
-    val = open_split(pack, "val", root, channels) if "val" in pack.parts else None
-    return DataSource(train, val, image_info(pack.class_names, channels))
+    pack = packed.find_pack(config)
+    train = packed.open_split(pack, "train", root, channels)
+    val = packed.open_split(pack, "val", root, channels) if "val" in pack.parts else None
+    return DataSource(train, val, infer.image_info(pack.class_names, channels))
 
 
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:
     """Return the images of the classes of train; a class may have none. Raises BadFileError for others."""
     if unknown := sorted(set(class_folders(folder)) - set(class_names)):
         for name in class_names:
-            if alike(name) == alike(unknown[0]):
+            if values.alike(name) == values.alike(unknown[0]):
                 raise BadFileError(
                     f"data.root: {folder} has the class {unknown[0]!a}, and train has {name!a}; "
                     "spell them the same"

@@ -138,8 +138,7 @@ def _seen(codes: _Codes) -> _Codes:
 def _numbered(codes: _Codes, vocabulary: list[int]) -> _Codes:
     number = np.zeros(max(vocabulary) + 1, np.uint8 if len(vocabulary) <= _NUM_BYTES else np.int32)
     number[vocabulary] = np.arange(len(vocabulary))
-    numbered: _Codes = number[codes]
-    return numbered
+    return number[codes]
 
 
 def _split(part: str, codes: _Codes, vocabulary: list[int], args: TextArgs) -> TextSplit:

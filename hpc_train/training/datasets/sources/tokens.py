@@ -28,19 +28,10 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.data_size import num_sequences
+from hpc_train.experiment.data_facts import data_size, token_shards
 from hpc_train.experiment.data_facts.raw_tokens import Shard
-from hpc_train.experiment.data_facts.token_shards import (
-    DamagedShardError,
-    TokensArgs,
-    TokenShards,
-    find_shards,
-    tokenizer_file,
-)
-from hpc_train.training.datasets import token_writing
+from hpc_train.training.datasets import token_check, token_writing, tokenization
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest
-from hpc_train.training.datasets.token_check import check_before_use
-from hpc_train.training.datasets.tokenization import TOKENIZER, VOCABULARY
 from hpc_train.training.datasets.types import DataInfo
 
 #: Maximum number of open shards: a rank may open few files, and shuffled samples come from all shards.
@@ -79,7 +70,7 @@ class OpenShards:
 class TokenSplit:
     """Sequences of ``sequence_length`` tokens of one split. Sample i: inputs and targets (T,)."""
 
-    def __init__(self, shards: TokenShards, part: str, sequence_length: int) -> None:
+    def __init__(self, shards: token_shards.TokenShards, part: str, sequence_length: int) -> None:
         self._shards = shards.parts[part]
         self._ends = list(accumulate(shard.num_tokens for shard in self._shards))
         self._dtype = np.dtype(shards.dtype).newbyteorder("<")
@@ -90,7 +81,7 @@ class TokenSplit:
         self._open = OpenShards()
 
     def __len__(self) -> int:
-        return num_sequences(self._ends[-1] if self._ends else 0, self._sequence_length)
+        return data_size.num_sequences(self._ends[-1] if self._ends else 0, self._sequence_length)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both (B, T) int64.
@@ -136,7 +127,9 @@ class TokenSplit:
         while place:
             count = os.preadv(descriptor, [place], offset)
             if count == 0:
-                raise DamagedShardError.of(shard.path, f"it ends at byte {os.fstat(descriptor).st_size}")
+                raise token_shards.DamagedShardError.of(
+                    shard.path, f"it ends at byte {os.fstat(descriptor).st_size}"
+                )
             place, offset = place[count:], offset + count
 
     def _refuse(self, rows_BT: np.ndarray[Any, Any], starts: Sequence[int]) -> None:
@@ -155,20 +148,20 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     With ``download`` (``prepare``) shards of the text are written first.
     """
     refuse_rest(config)
-    args = parse_args(TokensArgs, config)
+    args = parse_args(token_shards.TokensArgs, config)
     if download:
         token_writing.ensure(config, args)
-    shards = find_shards(config, args)
+    shards = token_shards.find_shards(config, args)
     splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
     if download and shards.folder is None:
         for split in splits.values():
             split.check()
     return DataSource(
-        splits["train"], splits.get("val"), _info(shards, args), partial(check_before_use, shards)
+        splits["train"], splits.get("val"), _info(shards, args), partial(token_check.check_before_use, shards)
     )
 
 
-def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:
+def _info(shards: token_shards.TokenShards, args: token_shards.TokensArgs) -> DataInfo:
     names = () if shards.characters is None else (*shards.characters, "")  # the last: end of a document
     return DataInfo(
         num_classes=shards.vocabulary_size,
@@ -181,14 +174,15 @@ def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:
     )
 
 
-def _decoding(shards: TokenShards, args: TokensArgs) -> str:
+def _decoding(shards: token_shards.TokenShards, args: token_shards.TokensArgs) -> str:
     """Return ``DataInfo.tokenizer``."""
     if shards.folder is None or shards.tokenizer in ("bytes", "characters"):
         return shards.tokenizer
-    return f"{shards.folder}/{VOCABULARY if tokenizer_file(args) is None else TOKENIZER}"
+    has_file = token_shards.tokenizer_file(args) is not None
+    return f"{shards.folder}/{tokenization.TOKENIZER if has_file else tokenization.VOCABULARY}"
 
 
-def _split(shards: TokenShards, part: str, sequence_length: int) -> TokenSplit:
+def _split(shards: token_shards.TokenShards, part: str, sequence_length: int) -> TokenSplit:
     split = TokenSplit(shards, part, sequence_length)
     if len(split) == 0:
         raise BadFileError(

@@ -25,27 +25,12 @@ import numpy as np
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
-from hpc_train.experiment.data_facts.listed_data import (
-    WebdatasetArgs,
-    shard_files,
-    webdataset_files,
-    without_index,
-)
+from hpc_train.experiment.data_facts import data_size, listed_data
+from hpc_train.training.datasets import index_files, token_writing
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.index_files import (
-    Array,
-    Index,
-    Layout,
-    ensure_index,
-    open_index,
-    packed_texts,
-    text_at,
-)
 from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import class_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, numbers_of
-from hpc_train.training.datasets.token_writing import refusing_repeated
 
 #: First bytes of compressed files.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -58,7 +43,7 @@ _LABEL = b"V"
 #: Maximum size of a target: a class, or a JSON file with a field for it.
 _MAX_TARGET_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
-_IMAGES = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
+_IMAGES = tuple(extension.removeprefix(".") for extension in data_size.IMAGE_EXTENSIONS)
 
 #: Arrays of a split, in the index.
 _ARRAYS = frozenset({"targets", "shards", "offsets", "sizes", "ends", "bytes"})
@@ -67,7 +52,7 @@ _ARRAYS = frozenset({"targets", "shards", "offsets", "sizes", "ends", "bytes"})
 class ShardedImages:
     """A ``FileSplit`` of the images in shards."""
 
-    def __init__(self, shards: list[Path], arrays: dict[str, Array], channels: int) -> None:
+    def __init__(self, shards: list[Path], arrays: dict[str, index_files.Array], channels: int) -> None:
         """``arrays``: of the index; ``shards``, ``offsets``, ``sizes`` (N,), ``targets`` (N, …), and the
         members' names as ``packed_texts``.
         """
@@ -89,7 +74,7 @@ class ShardedImages:
 
     def path(self, index: int) -> Path:
         """Return shard and member of a sample, for messages."""
-        return Path(self._file(index)) / text_at(self._arrays, index)
+        return Path(self._file(index)) / index_files.text_at(self._arrays, index)
 
     def _file(self, index: int) -> str:
         return self._files[self._arrays["shards"][index]]
@@ -98,8 +83,8 @@ class ShardedImages:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the samples in the shards. Raises BadFileError for ranks if ``prepare`` has written no index."""
     refuse_rest(config)
-    args = parse_args(WebdatasetArgs, config)
-    shards = shard_files(root_of(config), args)
+    args = parse_args(listed_data.WebdatasetArgs, config)
+    shards = listed_data.shard_files(root_of(config), args)
     for split, paths in shards.items():
         _check_files(split, paths)
     for remark in _shard_remarks(shards) if download else ():
@@ -140,13 +125,15 @@ def _shard_remarks(shards: dict[str, list[Path]]) -> Iterator[str]:
         yield f"train and val both name {listed(shared, 5)}, so the validation data are training data"
 
 
-def _index(config: DataConfig, args: WebdatasetArgs, shards: dict[str, list[Path]], download: bool) -> Index:
-    files, layout = webdataset_files(config), Layout(frozenset(shards), _ARRAYS)
+def _index(
+    config: DataConfig, args: listed_data.WebdatasetArgs, shards: dict[str, list[Path]], download: bool
+) -> index_files.Index:
+    files, layout = listed_data.webdataset_files(config), index_files.Layout(frozenset(shards), _ARRAYS)
     if download:
-        return ensure_index(config, files, layout, lambda: _scanned(shards, args))
-    index = open_index(config, files, layout)
+        return index_files.ensure_index(config, files, layout, lambda: _scanned(shards, args))
+    index = index_files.open_index(config, files, layout)
     if index is None:
-        message, remedy = without_index(config, files)
+        message, remedy = listed_data.without_index(config, files)
         raise BadFileError(f"data.root: {message}; {remedy}")
     return index
 
@@ -164,14 +151,16 @@ class _Sample(NamedTuple):
     target: Any
 
 
-def _scanned(shards: dict[str, list[Path]], args: WebdatasetArgs) -> Index:
+def _scanned(shards: dict[str, list[Path]], args: listed_data.WebdatasetArgs) -> index_files.Index:
     """Return the index of all shards. Raises BadFileError with shard and sample for the first bad sample."""
     targets = _Targets(args)
     splits = {split: _scan(paths, args, targets) for split, paths in shards.items()}
-    return Index(splits, targets.names)
+    return index_files.Index(splits, targets.names)
 
 
-def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[str, Array]:
+def _scan(
+    paths: list[Path], args: listed_data.WebdatasetArgs, targets: _Targets
+) -> dict[str, index_files.Array]:
     samples: list[_Member] = []
     counts: list[int] = []
     values: list[Any] = []
@@ -186,7 +175,7 @@ def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[st
             raise BadFileError(f"data.root: {path} has no samples; take it out of the shards")
     if skipped:
         say(f"data.root: {counted(len(skipped), 'member')} of shards skipped ({listed(skipped, 5)})")
-    return packed_texts([os.fsencode(member.name) for member in samples]) | {
+    return index_files.packed_texts([os.fsencode(member.name) for member in samples]) | {
         "shards": np.repeat(np.arange(len(paths), dtype=np.int32), counts),
         "offsets": np.array([member.offset for member in samples], dtype=np.int64),
         "sizes": np.array([member.size for member in samples], dtype=np.int64),
@@ -194,7 +183,7 @@ def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[st
     }
 
 
-def _samples(path: Path, args: WebdatasetArgs, skipped: list[str]) -> Iterator[_Sample]:
+def _samples(path: Path, args: listed_data.WebdatasetArgs, skipped: list[str]) -> Iterator[_Sample]:
     """Yield the samples of a shard; members that belong to no sample are added to ``skipped``."""
     keys: set[str] = set()
     with path.open("rb") as file:
@@ -301,7 +290,7 @@ def _check_end(descriptor: int, end: int) -> None:
             return
 
 
-def _sample(where: str, members: list[_Member], file: Any, args: WebdatasetArgs) -> _Sample:
+def _sample(where: str, members: list[_Member], file: Any, args: listed_data.WebdatasetArgs) -> _Sample:
     extensions = _IMAGES if args.image is None else (args.image,)
     images = [member for member in members if member.extension in extensions]
     if len(images) != 1:
@@ -335,7 +324,7 @@ def _value(content: bytes, field: str, where: str) -> Any:
     try:
         if not field:
             return content.decode("utf-8-sig").strip()
-        entry = json.loads(content, object_pairs_hook=refusing_repeated(field))
+        entry = json.loads(content, object_pairs_hook=token_writing.refusing_repeated(field))
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"data.root: {where} has a target that can't be read: {error}; fix it") from error
     if not isinstance(entry, dict) or field not in entry:
@@ -350,7 +339,7 @@ def _value(content: bytes, field: str, where: str) -> Any:
 class _Targets(Targets):
     """Converts the targets of samples."""
 
-    def __init__(self, args: WebdatasetArgs) -> None:
+    def __init__(self, args: listed_data.WebdatasetArgs) -> None:
         if args.target != "class" and (args.classes or args.num_classes):
             raise BadFileError("data.args.classes: is for data.args.target: class; take it out")
         super().__init__(ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None)
