@@ -226,7 +226,7 @@ def test_the_image_of_envs_trains_without_a_job_and_compiles(
 ) -> None:
     """Its entrypoint with ``examples/digits.yaml``; its compiler and Python's headers."""
     # podman's own limits are above those of many machines.
-    limits = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
+    limits = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096", "--env=OMP_NUM_THREADS=1")
     places = (f"--volume={tmp_path}:/work", "--workdir=/work", "--network=host", "--cgroups=disabled")
     example = "/usr/src/hpc-train/examples/digits.yaml"
     code = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(8)).sum().item())"
