@@ -1,4 +1,4 @@
-"""Plans the runs of a checked file: ranks, batches, and their shares of the budget of GPU-hours.
+"""Plans the runs of a checked file: ranks, batches and cost.
 
 Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does not depend on torch.
 """

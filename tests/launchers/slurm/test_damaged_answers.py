@@ -170,7 +170,7 @@ class Life:
         for module in (queue.commands, queue_status):
             monkeypatch.setattr(module, "cluster_name", lambda: "big")
         monkeypatch.setattr(queue.time, "time", lambda: self.cluster.now)
-        monkeypatch.setattr(queue_status, "datetime", _clock(self.cluster))
+        monkeypatch.setattr(queue, "datetime", _clock(self.cluster))
         monkeypatch.setattr(queue_status, "say", lambda *_: None)
         monkeypatch.setattr(queue_status, "silent_s", lambda *_: self._silent_s())
         self.expected: set[str] = set()
