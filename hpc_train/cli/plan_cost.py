@@ -22,7 +22,7 @@ from hpc_train.experiment.plan import duration
 from hpc_train.experiment.plan.duration import MeasuredRun, Prediction, StepWork
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval
-from hpc_train.experiment.validate import slurm_rules
+from hpc_train.experiment.validate import budget_rules
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.paths import CheckpointPaths, RunPaths, runs_root
 from hpc_train.report.metrics_reader import Row, newest_rows, number
@@ -115,14 +115,14 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
 
     ``cost``: predicted here if it is not given and the file has a budget.
     """
-    if not slurm_rules.has_budget(loaded.experiment):
+    if not budget_rules.has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)
-    count = slurm_rules.planned_runs(loaded.experiment, len(plan.runs))
+    count = budget_rules.planned_runs(loaded.experiment, len(plan.runs))
     hours = [None if prediction is None else prediction.gpu_hours for prediction in cost.runs]
     of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
-    problem = slurm_rules.over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
-    problem = problem or slurm_rules.over_share(loaded.experiment, hours, count)
+    problem = budget_rules.over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
+    problem = problem or budget_rules.over_share(loaded.experiment, hours, count)
     return [] if problem is None else [loaded.source.render(problem)]
 
 

@@ -15,8 +15,8 @@ from hpc_train.cli.starting import has_saved, starts_again
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.experiment.config.sweep_sections import SearchConfig
+from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
 from hpc_train.experiment.validate.loading import Loaded, load
-from hpc_train.experiment.validate.slurm_rules import planned_runs, with_share
 from hpc_train.launchers.base import Launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.recovery.budgets import spent_budget

@@ -15,16 +15,11 @@ from hpc_train.experiment.data_facts import by_name
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.facts import DataFacts
 from hpc_train.experiment.validate import model_facts, part_rules
+from hpc_train.experiment.validate.budget_rules import over_budget, over_share
 from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.validate.own_parts import missing_parts
 from hpc_train.experiment.validate.rules import check_start, unused_without_queue
-from hpc_train.experiment.validate.slurm_rules import (
-    MEMORY_SHARES,
-    OWNED,
-    SBATCH_KEYS,
-    over_budget,
-    over_share,
-)
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, OWNED, SBATCH_KEYS
 from hpc_train.experiment.validate.task_rules import remarks
 from hpc_train.registry import parts
 from hpc_train.training.strategies import model_facts as facts_of_models

@@ -20,8 +20,8 @@ from hpc_train.experiment.topology import batch_arithmetic
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import AXES, Degrees, Ranks, bubble, find_degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
+from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.experiment.validate.slurm_rules import planned_runs, with_share
 from hpc_train.experiment.validate.sweep_rules import swept_paths
 
 JSON_VERSION = 1
