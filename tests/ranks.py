@@ -1,7 +1,4 @@
-"""Run a function on real gloo ranks: one process each, forked from a server that has imported torch.
-
-The server is that of multiprocessing, itself forked from the one of tests/warm.py.
-"""
+"""Run a function on real gloo ranks: one process each, forked from a server that has imported torch."""
 
 from __future__ import annotations
 
@@ -9,39 +6,16 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker, util
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests import warm
-
 #: What the fork server imports: there is one in each process of pytest.
 IMPORTED = ["tests.preloaded"]
-
-
-def start_fork_server() -> None:
-    """Start this process's fork server unless it runs."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", _fork_warm):
-        forkserver.ensure_running()
-
-
-def _fork_warm(program: bytes, arguments: Sequence[str], ends: Sequence[int]) -> int:
-    """Run ``python -c``, whose script names the numbers of two files, in a fork; return its process."""
-    called = "main({}, {}, ".format(*ends)
-    assert called in arguments[-1]
-    moved = "import os; ends = os.dup(0), os.dup(1); os.dup2(2, 1); "
-    script = moved + arguments[-1].replace(called, "main(*ends, ")
-    process = warm.start_script(script, stdin=ends[0], stdout=ends[1], cwd=Path(__file__).parents[1])
-    process.returncode = 0  # multiprocessing waits for it
-    return process.pid
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
@@ -50,7 +24,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, folder:
     ``function`` must be importable, its result picklable. ``folder`` takes the rendezvous file.
     """
     own = Path(tempfile.mkdtemp(dir=folder))
-    start_fork_server()
+    multiprocessing.set_forkserver_preload(IMPORTED)
     mp.start_processes(  # type: ignore[no-untyped-call]
         _rank_main,
         (world_size, own, dict(os.environ), function, args),

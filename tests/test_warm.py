@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from hpc_train.launchers.rank_processes import _die_with
-from tests import ranks, warm, warm_imports
+from tests import warm, warm_imports
 from tests.waiting import HANG_LIMIT_S, came_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
@@ -139,15 +138,6 @@ def test_a_worker_is_forked_and_has_a_fork_server_of_its_own() -> None:
     assert gc.get_freeze_count()
     assert psutil.Process(warm._server().pid).ppid() == os.getpid()
     assert warm._OWN_SERVER not in os.environ
-
-
-def test_the_fork_server_of_tests_ranks_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    server: Any = forkserver.ForkServer()
-    server.set_forkserver_preload([])
-    monkeypatch.setattr(forkserver, "ensure_running", server.ensure_running)
-    ranks.start_fork_server()
-    assert warm.is_forked(server._forkserver_pid)
-    server._stop()
 
 
 def task(*words: str, output: Any, **variables: str) -> subprocess.Popen[Any]:

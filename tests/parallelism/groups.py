@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallelism.pickled import dumps
-from tests.ranks import IMPORTED, start_fork_server
+from tests.ranks import IMPORTED
 from tests.waiting import HANG_LIMIT_S
 
 #: A collective whose peer is gone would be waited for this long.
@@ -36,8 +36,8 @@ class Group:
         self.world_size = world_size
         self._limit_s = limit_s
         self._folder = tempfile.TemporaryDirectory(prefix="hpc-train-group-")
-        start_fork_server()
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
