@@ -5,7 +5,7 @@ all processes that it starts and of its worker's Slurm daemons. A session fixtur
 that uses it. Entries of test files that were not run stay as they are.
 
 ``python -m tests.durations --from FILE.xml …`` reads wall times from files of ``pytest --junitxml`` instead,
-of a test in several files from the last one. Tests that ``make test`` does not run any more are left out.
+of a test in several files from the last one. Tests that ``make test`` no longer runs are omitted.
 
 conftest.py asks for an order of the tests by it, in which no worker is busy long after the others.
 """

@@ -21,6 +21,7 @@ from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
 from hpc_train.run import checkpoints, evaluation_jobs, metric_rows, weight_source
 from hpc_train.run.digests import DigestWriter, StepDigest
+from hpc_train.run.spikes import SpikeRule
 from hpc_train.training import batch_size_search, compiling, evaluation_outputs, non_finite
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.training.data_staging import staged, verified
@@ -179,11 +180,7 @@ def _trainer(
     stack.callback(training.close)
     agreement = Agreement(rank.group, rank.flag)
     rule, acts = non_finite.spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
-    recorder = None
-    if run.spikes is not None and run.digests is not None:
-        recorder = non_finite.SpikeRecorder(
-            run.spikes, run.digests.steps, training.sampler.samples, None if acts else rule
-        )
+    recorder = _spike_recorder(run, training, None if acts else rule)
     digests = _observer(run, train_state, recorder)
     meters = _meters(run, digests)
     observers, verification = [] if digests is None else [digests], None
@@ -200,17 +197,9 @@ def _trainer(
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     if status is not None:
         status.best = selection.shown_best
-    guard = non_finite.Guard(
-        config.optimization,
-        train_state.model,
-        norm_counts=not rank.precision.needs_scaler,
-        skips=start.skips,
-        rule=rule if acts else None,
-        record=(lambda spike, reaction: spike) if recorder is None else recorder.record,
-    )
-    if config.checkpoint.every and rank.events and not (run.interval or run.stretch):
-        earlier = [record for record in records(rank.paths) if record.attempt < rank.attempt]
-        run.interval = AutoInterval(rank.events, earlier)
+    guard = _guard(rank, train_state, start, rule if acts else None, recorder)
+    if not (run.interval or run.stretch):
+        run.interval = _auto_interval(rank)
     return Trainer(
         state=train_state,
         forward=forward,
@@ -243,6 +232,40 @@ def _trainer(
         observers=observers,
         interval=run.interval,
     )
+
+
+def _spike_recorder(
+    run: TrainingRun, training: TrainingBatches, rule: SpikeRule | None
+) -> non_finite.SpikeRecorder | None:
+    """Return rank 0's recorder of spikes, if they are recorded. ``rule``: None: the guard finds them."""
+    if run.spikes is None or run.digests is None:
+        return None
+    return non_finite.SpikeRecorder(run.spikes, run.digests.steps, training.sampler.samples, rule)
+
+
+def _guard(
+    rank: Rank,
+    train_state: TrainState,
+    start: Resumed,
+    rule: SpikeRule | None,
+    recorder: non_finite.SpikeRecorder | None,
+) -> non_finite.Guard:
+    return non_finite.Guard(
+        rank.experiment.optimization,
+        train_state.model,
+        norm_counts=not rank.precision.needs_scaler,
+        skips=start.skips,
+        rule=rule,
+        record=(lambda spike, reaction: spike) if recorder is None else recorder.record,
+    )
+
+
+def _auto_interval(rank: Rank) -> AutoInterval | None:
+    """Return the interval of ``checkpoint.every: auto``; None on ranks that do not measure it."""
+    if not rank.experiment.checkpoint.every or not rank.events:
+        return None
+    earlier = [record for record in records(rank.paths) if record.attempt < rank.attempt]
+    return AutoInterval(rank.events, earlier)
 
 
 def _evaluates_by_job(run: TrainingRun) -> bool:

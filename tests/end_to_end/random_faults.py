@@ -21,14 +21,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_train.paths import RunPaths
 from tests import warm
@@ -473,16 +473,8 @@ def problem(fault: Fault, answer: dict[str, Any]) -> str:
 def sweep(seeds: Sequence[int], results: Path | None = None) -> list[Result]:
     """Run the seeds one after the other; return those whose fault was not named."""
     folder = Path(tempfile.mkdtemp(prefix="hpc-train-bisect-"))
-    failed = []
     running = Sweep(folder)
-    for seed in seeds:
-        result = running.seed(seed)
-        print(result.line(), flush=True)
-        if results is not None:
-            write(results, result)
-        if result.error:
-            failed.append(result)
-            print(f"{result.error[:3000]}\nkept: {folder}", file=sys.stderr, flush=True)
+    failed = _failed((running.seed(seed) for seed in seeds), folder, results)
     if not failed:
         shutil.rmtree(folder)
     return failed
@@ -492,20 +484,29 @@ def slurm_sweep(seeds: Sequence[int], parallel: int, results: Path | None = None
     """Run the seeds on a cluster, several at a time; return those that did not end as expected."""
     os.environ.setdefault("HPC_TRAIN_NO_MEMORY", "1")
     folder = Path(tempfile.mkdtemp(prefix="hpc-train-verify-"))
-    failed = []
     settings = Settings(accounting=False, num_nodes=8)
     with running(settings) as cluster, ThreadPoolExecutor(parallel) as pool:
         on_slurm = SlurmSweep(folder, cluster)
-        for future in as_completed([pool.submit(on_slurm.verified, seed) for seed in seeds]):
-            result = future.result()
-            print(result.line(), flush=True)
-            if results is not None:
-                write(results, result)
-            if result.error:
-                failed.append(result)
-                print(f"{result.error[:3000]}\nkept: {folder}", file=sys.stderr, flush=True)
+        futures = [pool.submit(on_slurm.verified, seed) for seed in seeds]
+        failed = _failed((future.result() for future in as_completed(futures)), folder, results)
     if not failed:
         shutil.rmtree(folder)
+    return failed
+
+
+R = TypeVar("R", "Result", "Verified")
+
+
+def _failed(done: Iterable[R], folder: Path, results: Path | None) -> list[R]:
+    """Print and write the results as they come; return those with an error."""
+    failed = []
+    for result in done:
+        print(result.line(), flush=True)
+        if results is not None:
+            write(results, result)
+        if result.error:
+            failed.append(result)
+            print(f"{result.error[:3000]}\nkept: {folder}", file=sys.stderr, flush=True)
     return failed
 
 

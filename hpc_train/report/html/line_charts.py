@@ -134,7 +134,7 @@ class LineChart:
 
     @property
     def notes(self) -> list[str]:
-        """Return what distinguishes the chart from a plain one: its scale, runs without a value, spikes."""
+        """Return the features that a plain chart lacks: a scale, runs without a value, spikes."""
         without = f"{counted(self.missing, 'run')} {'has' if self.missing == 1 else 'have'} no value"
         spikes = [f"▼ {counted(len(self.marks), 'spike')}"] if self.marks else []
         return ["log scale"] * self.y.is_log + [without] * (self.missing > 0) + spikes

@@ -1,4 +1,4 @@
-"""What ``sacct`` prints of the jobs of a run: 22.05 to 24.11."""
+"""Output of ``sacct`` for the jobs of a run: 22.05 to 24.11."""
 
 from __future__ import annotations
 
