@@ -42,7 +42,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    assert set(IMPORTED) <= sys.modules.keys(), "the fork server could not import them"
+    assert set(IMPORTED) <= sys.modules.keys(), "another fork server was started before"
     os.environ.clear()
     os.environ.update(environment)  # the server has that of the first test
     torch.set_num_threads(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from coverage import CoverageData
 
 from tests import mutation
 from tests.mutation import REPOSITORY, Mutant, _copied, killed_by, run_by_line, sampled
+
+
+@pytest.fixture(autouse=True)
+def _own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has one fork server, started once: that of pytest is for ``tests.ranks``."""
+    monkeypatch.setattr(mutation, "_forking", lambda: multiprocessing.get_context("spawn"))
 
 
 def test_mutants_are_changed_code_that_compiles_and_the_same_for_a_seed() -> None:

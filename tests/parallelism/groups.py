@@ -114,7 +114,7 @@ class Groups:
 
 def _serve(end: Connection, rank: int, world_size: int, folder: str) -> None:
     """Take work until the other end is closed."""
-    assert set(IMPORTED) <= sys.modules.keys(), "the fork server could not import them"
+    assert set(IMPORTED) <= sys.modules.keys(), "another fork server was started before"
     torch.set_num_threads(1)
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
