@@ -236,13 +236,15 @@ def measured_runs(root: Path, experiment: Job, launcher: str | None = None) -> l
     They are those of the same experiment or, if there are none, of others. Runs whose newest attempt another
     ``launcher`` started do not count, since a login node does not predict the GPUs of a cluster.
     """
-    wanted = _work_of(experiment)
-    same_name = root / experiment.name
-    if same_experiment := list(_measured(_newest(same_name), wanted, launcher)):
-        return same_experiment
-    others = [folder for folder in folders_in(root) if folder != same_name]
-    runs = [run for folder in others[:_MAX_EXPERIMENTS] for run in _newest(folder)]
-    return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
+    wanted, folders = _work_of(experiment), folders_in(root)
+
+    def below(parents: Sequence[Path]) -> list[MeasuredRun]:
+        runs = [run for folder in parents for run in _newest(folder)]
+        return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
+
+    same_name = [folder for folder in folders if folder.name == experiment.name]
+    others = [folder for folder in folders if folder.name != experiment.name]
+    return below(same_name) or below(others[:_MAX_EXPERIMENTS])
 
 
 def same_work(experiment: Job) -> str:
