@@ -68,12 +68,12 @@ class PlanCost:
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of all runs together."""
-        return _sum([None if run is None else run.gpu_hours for run in self.runs])
+        return budget_rules.total([None if run is None else run.gpu_hours for run in self.runs])
 
     @property
     def core_hours(self) -> float | None:
         """The sum over all runs; None if any run's value is unknown."""
-        return _sum([None if run is None else run.core_hours for run in self.runs])
+        return budget_rules.total([None if run is None else run.core_hours for run in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return head and cells of each column of ``plan``'s table; none if nothing is known."""
@@ -118,11 +118,9 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
     if not budget_rules.has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)
-    count = budget_rules.planned_runs(loaded.experiment, len(plan.runs))
     hours = [None if prediction is None else prediction.gpu_hours for prediction in cost.runs]
-    of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
-    problem = budget_rules.over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
-    problem = problem or budget_rules.over_share(loaded.experiment, hours, count)
+    of_attempts = [run.size.gpu_hours for run in plan.runs]
+    problem = budget_rules.exceeded(loaded.experiment, hours, of_attempts)
     return [] if problem is None else [loaded.source.render(problem)]
 
 
@@ -179,16 +177,6 @@ def _json(prediction: Prediction | None) -> dict[str, Any]:
     keys = ("duration_s", "step_s", "gpu_hours", "core_hours", "attempts")
     values = {key: None if prediction is None else getattr(prediction, key) for key in keys}
     return values | {"measured_runs": [] if prediction is None else sorted(set(prediction.runs))}
-
-
-def _of_all(values: Sequence[float | None], count: int) -> float | None:
-    """Return the sum over ``count`` runs; a search has proposed only these so far."""
-    total = _sum(values)
-    return None if total is None or not values else total / len(values) * count
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    return None if any(value is None for value in values) else float(sum(filter(None, values)))
 
 
 #: Number of runs that are examined, the newest first: reading one takes a millisecond.

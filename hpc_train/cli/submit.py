@@ -19,7 +19,7 @@ from hpc_train.cli.resume import start_again
 from hpc_train.cli.search import GivenUp, finish_submissions, next_trials
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.staged_file import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
@@ -59,29 +59,46 @@ def submit_runs(
         )
     launcher = choice.launcher
     file = StagedFile(options.file, [*options.overrides, *(["profile=true"] if options.profile else [])])
-    if file.has_stages:
-        return _start_stages(choice, file, options)
-    (loaded,) = file.load_all()
-    folder = ExperimentPaths(runs_root() / loaded.experiment.name)
+    if options.jobs > 1 and file.has_stages:
+        raise UsageError("--jobs: stages run one after the other; omit it")
+    stages = file.load_all()
+    first = stages[0]
+    folder = ExperimentPaths(runs_root() / first.experiment.name)
     if not options.dry_run and os.path.lexists(folder.folder):
         check_experiment_folder(folder)  # in a shared runs folder it may belong to another user and be closed
-    devices = _devices(launcher, loaded, options)
-    search = next_trials(loaded, given_up)
+    devices = [_devices(launcher, loaded, options) for loaded in stages]
+    search = next_trials(first, given_up)  # stages have none
     if search is not None and not search.starts:
         if not options.dry_run:
-            finish_submissions(launcher, loaded)
+            finish_submissions(launcher, first)
         return ExitCode.DONE, []
-    plan = choice.plan(loaded, devices, search.starts if search else None)
-    checked = _preflight(choice, loaded, plan, options)
+    trials = search.starts if search else None
+    plans = [choice.plan(loaded, number, trials) for loaded, number in zip(stages, devices, strict=True)]
+    checks = [_preflight(choice, *pair, options) for pair in zip(stages, plans, strict=True)]
+    problems = [line for checked in checks for line in checked.problems or checked.refused]
     if options.dry_run:
-        show(plan, as_json=options.as_json, scripts=checked.scripts)
-    if problems := checked.problems or checked.refused:
-        raise BadFileError(problems)
-    say_before(choice, loaded)
+        whole = Plan(plans[0].name, [run for plan in plans for run in plan.runs])
+        show(
+            whole,
+            scripts=[script for checked in checks for script in checked.scripts],
+            as_json=options.as_json,
+        )
+    if problems:
+        raise BadFileError(list(dict.fromkeys(problems)))
+    for loaded in stages:
+        say_before(choice, loaded)
     if options.dry_run:
         return ExitCode.DONE, []
+
     again = [trial.run_id for trial in search.again] if search else []
-    return _Submission(choice, loaded, plan, devices, options, again).start_all()
+    if not file.has_stages:
+        return _Submission(choice, first, plans[0], devices[0], options, again).start_all()
+
+    def submission(index: int, after: str | None, weights: str | None) -> _Submission:
+        loaded = file.load(index, after, weights)  # with --new, a run has another id than planned
+        return _Submission(choice, loaded, choice.plan(loaded, devices[index]), devices[index], options, [])
+
+    return starting.start_stages(launcher, len(stages), submission)
 
 
 def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: SubmitOptions) -> Checked:
@@ -94,34 +111,6 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
             launcher, loaded, plan.name, plan.runs if options.new else to_submit(plan)
         ),
     )
-
-
-def _start_stages(
-    choice: LauncherChoice, file: StagedFile, options: SubmitOptions
-) -> tuple[ExitCode, list[RunPaths]]:
-    """Check all stages of the file, then start them, one after the other."""
-    if options.jobs > 1:
-        raise UsageError("--jobs: stages run one after the other; omit it")
-    stages, launcher = file.load_all(), choice.launcher
-    devices = [_devices(launcher, loaded, options) for loaded in stages]
-    plans = [choice.plan(loaded, number) for loaded, number in zip(stages, devices, strict=True)]
-    checks = [_preflight(choice, *pair, options) for pair in zip(stages, plans, strict=True)]
-    if options.dry_run:
-        whole = Plan(plans[0].name, [run for plan in plans for run in plan.runs])
-        scripts = [script for checked in checks for script in checked.scripts]
-        show(whole, as_json=options.as_json, scripts=scripts)
-    if problems := [line for checked in checks for line in checked.problems or checked.refused]:
-        raise BadFileError(list(dict.fromkeys(problems)))
-    for loaded in stages:
-        say_before(choice, loaded)
-    if options.dry_run:
-        return ExitCode.DONE, []
-
-    def submission(index: int, loaded: Loaded) -> _Submission:
-        plan = choice.plan(loaded, devices[index])
-        return _Submission(choice, loaded, plan, devices[index], options, [])
-
-    return starting.start_stages(launcher, file, len(stages), submission)
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
@@ -148,6 +137,7 @@ class _Submission:
     ) -> None:
         self._launcher, self._name, self._loaded, self._plan = choice.launcher, choice.name, loaded, plan
         self._devices, self._options = devices, options
+        self.has_weights = isinstance(loaded.experiment, Experiment)
         self._folder = ExperimentPaths(runs_root() / plan.name)
         #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).
         self._again = {name.partition("-")[0]: RunPaths(self._folder.folder / name) for name in again}

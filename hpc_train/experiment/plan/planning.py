@@ -67,6 +67,11 @@ class PlannedRun:
         return self.experiment.parallel if isinstance(self.experiment, Experiment) else None
 
     @property
+    def has_degrees(self) -> bool:
+        """Whether the strategy has several degrees of parallelism."""
+        return self.parallel is not None and len(traits_of(self.parallel.strategy).degrees) > 1
+
+    @property
     def precision(self) -> str | None:
         """The file's ``precision``; None if the workload is not our trainer."""
         return self.experiment.precision if isinstance(self.experiment, Experiment) else None
