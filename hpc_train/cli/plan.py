@@ -182,11 +182,12 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     """Plan the runs of the file, or of one of its stages; query the queue, predict cost and memory."""
     loaded = loaded or load(options.file, options.overrides)
     choice = LauncherChoice.of(options, starts=False)
-    launcher, devices = choice.launcher, options.devices
-    if devices is None:  # explicit devices need not exist here
-        devices = launcher.choose_devices(loaded.experiment, None)
-    search = next_trials(loaded)
-    planned = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
+    launcher, search = choice.launcher, next_trials(loaded)
+    trials, chooses = (
+        search.starts if search else None,
+        options.devices is None,
+    )  # else they may be missing here
+    planned = with_found_sizes(choice.plan(loaded, options.devices, trials, chooses=chooses))
     cost = plan_cost.cost_of(planned, choice.name, options.throughput)
     queue = preflight.QueueForecast()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from hpc_train.cli.command_options import LauncherOptions
+from hpc_train.cli.parallel_runs import devices_per_run
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, UsageError, counted
 from hpc_train.experiment.config.problems import Problem
@@ -64,15 +65,30 @@ class LauncherChoice:
         return cls(name, launcher, on_this_machine)
 
     def plan(
-        self, loaded: Loaded, devices: int | None, trials: Sequence[Mapping[str, Any]] | None = None
+        self,
+        loaded: Loaded,
+        devices: int | None,
+        trials: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chooses: bool = False,
+        jobs: int = 1,
     ) -> Plan:
-        """Return the plan of the file for this launcher. ``trials``: the values that a search proposes."""
-        return make_plan(
+        """Return the plan of the file for this launcher. ``trials``: the values that a search proposes.
+
+        ``chooses``: ``devices`` are the command line's, and the launcher chooses those that this machine has
+        for each of ``jobs`` runs at a time. Raises UsageError if there are too few.
+        """
+        if chooses and jobs > 1:
+            devices = devices_per_run(devices, jobs, loaded.experiment.device)
+        if chooses:
+            devices = self.launcher.choose_devices(loaded.experiment, devices)
+        plan = make_plan(
             loaded,
             lambda experiment: self.launcher.ranks(experiment, devices),
             on_this_machine=self.on_this_machine,
             trials=trials,
         )
+        return replace(plan, devices=devices)
 
 
 def allocation_of(options: LauncherOptions) -> str:

@@ -12,7 +12,7 @@ from hpc_train.cli import extending, plan_cost, run_row, starting
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
-from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
+from hpc_train.cli.parallel_runs import Slots, slot_environment
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, never_starting, say_before, to_submit
 from hpc_train.cli.resume import start_again
@@ -23,7 +23,7 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.staged_file import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
+from hpc_train.launchers.base import StartRequest, UsesNodes
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
@@ -66,14 +66,16 @@ def submit_runs(
     folder = ExperimentPaths(runs_root() / first.experiment.name)
     if not options.dry_run and os.path.lexists(folder.folder):
         check_experiment_folder(folder)  # in a shared runs folder it may belong to another user and be closed
-    devices = [_devices(launcher, loaded, options) for loaded in stages]
     search = next_trials(first, given_up)  # stages have none
     if search is not None and not search.starts:
         if not options.dry_run:
             finish_submissions(launcher, first)
         return ExitCode.DONE, []
     trials = search.starts if search else None
-    plans = [choice.plan(loaded, number, trials) for loaded, number in zip(stages, devices, strict=True)]
+    chooses = not (options.dry_run and options.devices is not None)  # else they may be missing here
+    plans = [
+        choice.plan(loaded, options.devices, trials, chooses=chooses, jobs=options.jobs) for loaded in stages
+    ]
     checks = [_preflight(choice, *pair, options) for pair in zip(stages, plans, strict=True)]
     problems = [line for checked in checks for line in checked.problems or checked.refused]
     if options.dry_run:
@@ -92,11 +94,12 @@ def submit_runs(
 
     again = [trial.run_id for trial in search.again] if search else []
     if not file.has_stages:
-        return _Submission(choice, first, plans[0], devices[0], options, again).start_all()
+        return _Submission(choice, first, plans[0], options, again).start_all()
 
     def submission(index: int, after: str | None, weights: str | None) -> _Submission:
         loaded = file.load(index, after, weights)  # with --new, a run has another id than planned
-        return _Submission(choice, loaded, choice.plan(loaded, devices[index]), devices[index], options, [])
+        plan = choice.plan(loaded, plans[index].devices)
+        return _Submission(choice, loaded, plan, options, [])
 
     return starting.start_stages(launcher, len(stages), submission)
 
@@ -113,16 +116,6 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
     )
 
 
-def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
-    """Return the number of ranks of each run on this machine; None if the launcher decides."""
-    devices = options.devices
-    if options.dry_run and devices is not None:
-        return devices
-    if options.jobs > 1:
-        devices = devices_per_run(devices, options.jobs, loaded.experiment.device)
-    return launcher.choose_devices(loaded.experiment, devices)
-
-
 class _Submission:
     """The runs of a plan: creates them, then starts them in batches as large as the launcher accepts."""
 
@@ -131,12 +124,11 @@ class _Submission:
         choice: LauncherChoice,
         loaded: Loaded,
         plan: Plan,
-        devices: int | None,
         options: SubmitOptions,
         again: Sequence[str],
     ) -> None:
         self._launcher, self._name, self._loaded, self._plan = choice.launcher, choice.name, loaded, plan
-        self._devices, self._options = devices, options
+        self._devices, self._options = plan.devices, options
         self.has_weights = isinstance(loaded.experiment, Experiment)
         self._folder = ExperimentPaths(runs_root() / plan.name)
         #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).

@@ -21,8 +21,8 @@ from hpc_train.experiment.config.keys import (
 )
 from hpc_train.experiment.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, dotted, related, shown, split_at_colon, with_blank
-from hpc_train.experiment.config.synonyms import value_for
-from hpc_train.registry import as_factory, nearest
+from hpc_train.experiment.config.synonyms import as_factory, value_for
+from hpc_train.registry import nearest
 
 #: Keys of sections that people may know by a value alone: ``parallel: fsdp``, ``ema: 0.999``.
 _MAIN_KEYS = (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from hpc_train.experiment.config.problems import KeyPath, dotted
-from hpc_train.registry import as_factory, nearest, parts
+from hpc_train.registry import nearest, parts
 
 #: sbatch option → the equivalent key of the file.
 SBATCH_KEYS = {
@@ -189,6 +189,13 @@ def without_module(text: str) -> str:
     """Return ``SGD`` for ``torch.optim.SGD``; other text unchanged."""
     module, dot, name = text.rpartition(".")
     return name if dot and module.partition(".")[0] in _LIBRARIES and name.isidentifier() else text
+
+
+def as_factory(name: str) -> str | None:
+    """Return ``models.net:build`` for ``models/net.py:build``; None if no path is before a colon."""
+    path, colon, attr = name.partition(":")
+    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
+    return f"{module}:{attr}" if colon and module != path else None
 
 
 def model_name(text: str) -> str | None:

@@ -134,6 +134,8 @@ class Plan:
 
     name: str
     runs: list[PlannedRun]
+    #: Ranks of each run on this machine, as the launcher chose them; None if ``slurm`` gives the number.
+    devices: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the output of ``plan --json`` (a contract)."""
