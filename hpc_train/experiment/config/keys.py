@@ -101,9 +101,9 @@ def child(node: Node, segment: str | int) -> Node | None:
     return found if isinstance(found, dict) else None
 
 
-def node_at(path: KeyPath) -> Node | None:
-    """Return the schema's node of a key path."""
-    node: Node | None = cached_schema()
+def node_at(path: KeyPath, schema: Node | None = None) -> Node | None:
+    """Return the schema's node of a key path. ``schema``: default: that of the file."""
+    node: Node | None = cached_schema() if schema is None else schema
     for segment in path:
         node = child(node, segment) if node else None
     return node

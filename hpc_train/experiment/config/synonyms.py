@@ -1,6 +1,6 @@
 """Names of keys, values, commands and options in other tools, with the equivalent here.
 
-``keys``, ``translations``, ``remedies`` and ``cli.corrections`` read the tables to suggest replacements for
+``keys``, ``explanations``, ``remedies`` and ``cli.corrections`` read the tables to suggest replacements for
 unknown names. The tables are in ``other_tools.yaml``; each target is a key path of the schema, which a test
 checks.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,6 +183,28 @@ def overrides_of(path: KeyPath, value: str) -> Iterator[str]:
         yield f"{key}={int(value.partition(':')[0])}min"
     else:
         yield f"{key}={value_for(path, value) or value}"
+
+
+def swept_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the lists and distributions in nested mappings, by dotted key."""
+    for key, value in values.items():
+        if not isinstance(value, dict):
+            yield f"{prefix}{key}", value
+        elif (distribution := distribution_of(value)) is not None:
+            yield f"{prefix}{key}", distribution
+        else:
+            yield from swept_leaves(value, f"{prefix}{key}.")
+
+
+def distribution_of(value: Mapping[str, Any]) -> Any:
+    """Return the values, or the distribution here, of a parameter of wandb's sweeps; else None."""
+    if isinstance(values := value.get("values", value.get("choices")), list):
+        return values
+    bounds = [value.get("min"), value.get("max")]
+    if all(isinstance(bound, int | float) for bound in bounds):
+        is_log = str(value.get("distribution", "")).startswith("log")
+        return {"log_uniform" if is_log else "uniform": bounds}
+    return dict(value) if value.keys() & {"choice", "uniform", "log_uniform", "int", "log_int"} else None
 
 
 def without_module(text: str) -> str:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.experiment.config import keys, marked_yaml
-from hpc_train.experiment.config.explanations import explain, failed_paths
+from hpc_train.experiment.config.explanations import explain, target_of
 from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import (
     COMMAND_LINE,
@@ -221,12 +221,38 @@ def _judge(
         problems = explain(error, data)
         if keys.means_program(data):  # not what our trainer's file lacks
             problems = [problem for problem in problems if problem.code != "key.missing"]
-        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
-    failed = reported | failed_paths(problems, data)
+        judged = _salvaged(data, {problem.path for problem in problems} | _failed_paths(problems, data))
+    failed = reported | _failed_paths(problems, data)
     problems = [problem for problem in problems if problem.path not in reported]
     if judged is not None:
         problems += rules.check(judged, failed, check_names=check_names)
     return experiment, problems
+
+
+def _failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
+    """Return the keys of ``data`` that the rules can't rely on: invalid keys, those that an unknown key
+    probably means, and mappings of which no key is valid.
+    """
+    failed: set[KeyPath] = set()
+    invalid = {problem.path for problem in problems}
+    for problem in problems:
+        path, is_unknown = problem.path, problem.code == "key.unknown"
+        if not is_unknown and not _is_free(path):
+            failed.add(path)
+        elif meant := target_of(path):
+            failed.add(meant)
+        if is_unknown:
+            # The first part that is not in the schema, which may wrap the key.
+            ends = (end for end in range(1, len(path)) if keys.node_at(path[:end]) is None)
+            failed.add(path[: next(ends, len(path))])
+        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in keys.value_at(data, path[:-1])):
+            failed.add(path[:-1])
+    return failed
+
+
+def _is_free(path: KeyPath) -> bool:
+    """Tell whether the user chose the key's name, in a mapping whose other keys can be checked without it."""
+    return not isinstance(path[-1], int) and not keys.known_keys(path[:-1])
 
 
 def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Job | None:
