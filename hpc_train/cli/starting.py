@@ -18,7 +18,7 @@ from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, statuses
-from hpc_train.paths import RunPaths, from_here
+from hpc_train.paths import ExperimentPaths, RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run import frozen_experiment, liveness, stage_order
@@ -149,6 +149,13 @@ def _chosen(paths: RunPaths) -> list[BestSoFar]:
         return []
     chosen = experiment.checkpoint.best or experiment.early_stopping
     return [] if chosen is None else [BestSoFar(chosen.metric, chosen.mode)]
+
+
+def finish_submissions(launcher: Launcher, folder: ExperimentPaths) -> None:
+    """Finish the incomplete submission of a command that died: such runs count as running."""
+    if launcher.is_queue and folder.folder.is_dir():
+        with launcher.submitting(folder):
+            pass
 
 
 def starts_again(paths: RunPaths, status: RunStatus) -> bool:

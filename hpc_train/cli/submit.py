@@ -16,7 +16,7 @@ from hpc_train.cli.parallel_runs import Slots, slot_environment
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, never_starting, say_before, to_submit
 from hpc_train.cli.resume import start_again
-from hpc_train.cli.search import GivenUp, finish_submissions, next_trials
+from hpc_train.cli.search import GivenUp, next_trials
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Experiment, Job
@@ -69,7 +69,7 @@ def submit_runs(
     search = next_trials(first, given_up)  # stages have none
     if search is not None and not search.starts:
         if not options.dry_run:
-            finish_submissions(launcher, first)
+            starting.finish_submissions(launcher, folder)
         return ExitCode.DONE, []
     trials = search.starts if search else None
     chooses = not (options.dry_run and options.devices is not None)  # else they may be missing here
