@@ -134,7 +134,7 @@ class Plan:
 
     name: str
     runs: list[PlannedRun]
-    #: Ranks of each run on this machine, as the launcher chose them; None if ``slurm`` gives the number.
+    #: Ranks of each run on this machine, as the launcher chose them; None if the file gives the number.
     devices: int | None = None
 
     def to_json(self) -> dict[str, Any]:

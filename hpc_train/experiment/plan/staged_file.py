@@ -21,8 +21,14 @@ from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.plan.sweep import run_id
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.child_process import one_child
-from hpc_train.experiment.validate.loading import STAGES, Loaded, Stage, load_document, read
-from hpc_train.experiment.validate.other_files import instead_of_missing
+from hpc_train.experiment.validate.loading import (
+    STAGES,
+    Loaded,
+    Stage,
+    instead_of_missing,
+    load_document,
+    read,
+)
 
 EXPORT, EVALUATE = "export", "evaluate"
 #: Keys of the training stage that a stage of ``export`` or ``evaluate`` shares.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ from hpc_train.experiment.config.schema import Job, kind_of
 from hpc_train.experiment.config.sweep_sections import SWEPT
 from hpc_train.experiment.config.training_sections import OF_STAGE
 from hpc_train.experiment.validate import rules
-from hpc_train.experiment.validate.other_files import instead_of_missing, why_not_yaml
+from hpc_train.paths import runs_root
+from hpc_train.registry import nearest
 
 #: Valid in the file itself, so not checked again for each run of a sweep.
 JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
@@ -38,6 +40,30 @@ JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
 STAGES = "stages"
 #: Parts of ``sweep`` with distributions instead of values.
 _DRAWN = ("random", "search")
+#: What to pass instead of a path that is not an experiment file.
+_DESCRIBE = (
+    "hpc-train trains the model, data and task that a YAML file names: `hpc-train init` writes one, and "
+    "model.name, data.name and task accept your own code as package.module:factory (docs/plugins.md)"
+)
+_SCRIPT = (
+    "to run it as it is, write a file with `name: my-run` and `program: {command: [python, FILE]}` "
+    "(docs/programs.md); to move its parts, " + _DESCRIBE
+)
+#: Suffixes → the kind of file, and what to do instead.
+_KINDS = {
+    ".py .pyw": ("a Python script", _SCRIPT),
+    ".ipynb": ("a notebook", _DESCRIBE),
+    ".sh .bash .slurm .sbatch .job .batch .pbs": (
+        "a batch script",
+        "hpc-train writes its own from the `slurm:` section of a YAML file, which `hpc-train init` writes",
+    ),
+    ".pt .pth .ckpt .bin .safetensors .onnx .tar": (
+        "a file of weights",
+        "write it as model.init_from in a YAML file; `hpc-train resume RUN` continues a run",
+    ),
+    ".toml .ini .cfg": ("not YAML", "`hpc-train init` writes an experiment file, exp.yaml"),
+}
+_BY_SUFFIX = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes.split()}
 
 
 @dataclass(frozen=True)
@@ -156,6 +182,43 @@ def _content(path: Path) -> bytes:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"{path}: can't be read ({reason}); {instead_of_missing(path)}"
         raise BadFileError(ProblemLine(one_line(message), "file.unreadable", "")) from error
+
+
+def why_not_yaml(path: Path) -> str | None:
+    """Return what the file is and what to do instead; None if it may be an experiment file."""
+    kind, remedy = _BY_SUFFIX.get(path.suffix.lower(), ("", ""))
+    remedy = remedy.replace("FILE]", f"{path.name}]")
+    return f"{path}: is {kind}, not an experiment file; {remedy}" if kind else None
+
+
+def instead_of_missing(path: Path) -> str:
+    """Return what to write instead of a path that can't be read: a file beside it, or a command for a run."""
+    folder = path if path.is_dir() else path.parent
+    names = {str(folder / name): name for name in sorted(_yaml_files(folder))}
+    if path.is_dir():
+        return f"write {next(iter(names))}" if names else "give the path of an experiment file"
+    for suffix in (".yaml", ".yml"):
+        if str(path.with_name(f"{path.name}{suffix}")) in names:
+            return f"write {path}{suffix}"
+    if _is_run(str(path)):
+        return f"it is a run: `hpc-train status {path}` shows it, `hpc-train resume {path}` continues it"
+    if close := nearest(str(path), names):
+        return f"did you mean {close}?"
+    return "give the path of an experiment file; `hpc-train init` writes one"
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir() if entry.suffix in {".yaml", ".yml"}]
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return []
+
+
+def _is_run(word: str) -> bool:
+    if not word.isprintable() or word in {"", ".", ".."}:
+        return False
+    root = runs_root()
+    return (root / word).is_dir() or ("/" not in word and any(root.glob(f"*/{glob.escape(word)}*")))
 
 
 def _as_yaml(content: Mapping[str, Any]) -> bytes:
@@ -308,16 +371,14 @@ def _at_value(problem: Problem, places: Mapping[str, KeyPath], values: Mapping[s
             path = keys.split_key(key)
             if any(related(path, other) for other in concerned):
                 below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
-                message = problem.message if below or problem.path == path else _named(problem)
+                is_its = below or problem.path == path
+                whole = f"{'.'.join(map(str, problem.path))}: {problem.message}"
+                message = problem.message if is_its else whole
                 if place[1] in _DRAWN:  # the file has no value there
                     message += f" ({key} is {shortened(str(values[key]))})"
                     below = ()
                 return replace(problem, path=(*place, *below), message=message)
     return problem
-
-
-def _named(problem: Problem) -> str:
-    return f"{'.'.join(map(str, problem.path))}: {problem.message}"
 
 
 #: A key beside the section, and where.
