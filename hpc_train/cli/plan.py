@@ -133,11 +133,8 @@ class FullPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan --json``."""
-        return (
-            _json_of(self.plan, self.scripts, self.memory)
-            | self.queue.to_json()
-            | self.cost.to_json(self.plan)
-        )
+        whole = _json_of(self.plan, self.scripts, self.memory)
+        return whole | self.queue.to_json() | self.cost.to_json(self.plan)
 
 
 @one_child()
@@ -183,10 +180,8 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     loaded = loaded or load(options.file, options.overrides)
     choice = LauncherChoice.of(options, starts=False)
     launcher, search = choice.launcher, next_trials(loaded)
-    trials, chooses = (
-        search.starts if search else None,
-        options.devices is None,
-    )  # else they may be missing here
+    chooses = options.devices is None  # else they may be missing here
+    trials = search.starts if search else None
     planned = with_found_sizes(choice.plan(loaded, options.devices, trials, chooses=chooses))
     cost = plan_cost.cost_of(planned, choice.name, options.throughput)
     queue = preflight.QueueForecast()
@@ -308,10 +303,9 @@ def _json_of(
     plan: Plan, scripts: Sequence[str], steps: Sequence[StepPrediction] | None = None
 ) -> dict[str, Any]:
     """Return the keys of ``plan --json`` on runs and scripts. ``steps``: the predictions, if any."""
-    unknown = StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json()
-    parts = [dict.fromkeys(unknown) | {"memory_problem": _NOT_ASKED}] * len(plan.runs)
-    if steps is not None:
-        parts = [step.to_json() for step in steps]
+    keys = StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json()
+    unknown = dict.fromkeys(keys) | {"memory_problem": _NOT_ASKED}
+    parts = [unknown] * len(plan.runs) if steps is None else [step.to_json() for step in steps]
     whole = plan.to_json()
     runs = [run | part for run, part in zip(whole["runs"], parts, strict=True)]
     return whole | {"runs": runs, "scripts": list(scripts)}

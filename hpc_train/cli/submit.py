@@ -80,11 +80,8 @@ def submit_runs(
     problems = [line for checked in checks for line in checked.problems or checked.refused]
     if options.dry_run:
         whole = Plan(plans[0].name, [run for plan in plans for run in plan.runs])
-        show(
-            whole,
-            scripts=[script for checked in checks for script in checked.scripts],
-            as_json=options.as_json,
-        )
+        scripts = [script for checked in checks for script in checked.scripts]
+        show(whole, as_json=options.as_json, scripts=scripts)
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
     for loaded in stages:

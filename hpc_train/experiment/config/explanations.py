@@ -101,9 +101,8 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
         example = _example_for(path, data) or example_of(node_at(path, schema) or {})
         return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
     if loc[-1] == "[key]":
-        rule = (
-            (node_at(path[:-1], schema) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
-        )
+        names = (node_at(path[:-1], schema) or {}).get("propertyNames", {})
+        rule = names.get("patternErrorMessage", "a name")
         return Problem(path, f"needs {rule}", "fix the name", on_key=True, code="key.name")
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
@@ -292,11 +291,8 @@ def _converted(target: KeyPath, value: Any, name: object) -> Any:
     section = as_mapping(node)
     if value is True and fits(node, 0.5):
         return 0.5
-    if (
-        isinstance(value, str)
-        and not fits(node, value)
-        and (amount := remedies.in_unit_of(target, value, node))
-    ):
+    is_misfit = isinstance(value, str) and not fits(node, value)
+    if is_misfit and (amount := remedies.in_unit_of(target, value, node)):
         return resolve_scalar(amount.split()[1])
     if value is True and not fits(node, value):
         return value_for(target, name) or (remedies.completed(target, {}) if section else None)

@@ -277,18 +277,18 @@ def _judge(
 ) -> tuple[Job | None, list[Problem]]:
     """Return the experiment, if it fits the schema, and all problems except those of ``reported`` keys."""
     problems: list[Problem] = []
-    experiment = judged = None
+    experiment = None
     try:
-        experiment = judged = kind_of(data).model_validate(data)
+        experiment = kind_of(data).model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
         if keys.means_program(data):  # not what our trainer's file lacks
             problems = [problem for problem in problems if problem.code != "key.missing"]
-        judged = _salvaged(data, {problem.path for problem in problems} | _failed_paths(problems, data))
-    failed = reported | _failed_paths(problems, data)
+    failed = _failed_paths(problems, data)
+    judged = experiment or _salvaged(data, failed | {problem.path for problem in problems})
     problems = [problem for problem in problems if problem.path not in reported]
     if judged is not None:
-        problems += rules.check(judged, failed, check_names=check_names)
+        problems += rules.check(judged, reported | failed, check_names=check_names)
     return experiment, problems
 
 
