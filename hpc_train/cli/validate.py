@@ -21,7 +21,7 @@ from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig
-from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.experiment.data_facts.by_name import data_facts, provider_facts
 from hpc_train.experiment.plan.planning import Plan, make_plan
 from hpc_train.experiment.plan.staged_file import described, load_stages
 from hpc_train.experiment.plan.sweep import expand
@@ -215,17 +215,15 @@ def _of_model(model: ModelConfig) -> Iterator[_Download]:
     if provider == "hf" and not expanded(rest).exists():
         is_there = any(hub.glob(f"models--{rest.replace('/', '--')}"))
         yield _Download("model.name", model.name, (_hub(),), hub, is_there)
-    if model.pretrained is not True:
+    facts = provider_facts(model.name)
+    if model.pretrained is not True or facts.weights_from is None:
         return
-    if provider == "timm":
-        is_there = any(hub.glob(f"models--*--{name}*")) or any(torch.glob(f"{name}*"))
-        is_there |= any(part in name for part in _ELSEWHERE)
-        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, is_there)
-    elif provider == "torchvision":
-        is_there = any(torch.glob(f"{name}*"))
-        yield _Download("model.pretrained", f"a file of {model.name}", (_TORCH,), torch, is_there)
-    elif provider == "smp":  # its encoders come from either place
-        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, may_be_there=True)
+    is_there = not facts.names_weights or any(torch.glob(f"{name}*"))
+    server, cache = _TORCH, torch
+    if facts.weights_from == "hub":
+        server, cache = _hub(), hub
+        is_there |= any(hub.glob(f"models--*--{name}*")) or any(part in name for part in _ELSEWHERE)
+    yield _Download("model.pretrained", f"a file of {model.name}", (server,), cache, is_there)
 
 
 def _hub_cache() -> Path:
