@@ -120,13 +120,6 @@ def is_factory(name: str) -> bool:
     return ":" in name
 
 
-def as_factory(name: str) -> str | None:
-    """Return ``models.net:build`` for ``models/net.py:build``; None if no path is before a colon."""
-    path, colon, attr = name.partition(":")
-    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
-    return f"{module}:{attr}" if colon and module != path else None
-
-
 def lacking_module(module: str) -> str:
     """Return the remedy if no folder or package has ``module``, the start of a name in the file."""
     return (

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
+from hpc_train.cli.parallel_runs import Slots, slot_environment
+from hpc_train.cli.preflight import devices_per_run
 from hpc_train.errors import UsageError
 from hpc_train.paths import runs_root
 from hpc_train.run.find import find_runs
