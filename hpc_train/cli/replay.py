@@ -15,7 +15,7 @@ from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
 from hpc_train.cli.replay_options import ReplayOptions
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
 from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
@@ -133,7 +133,6 @@ def replay(options: ReplayOptions) -> ExitCode:
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
         replays.append(_replayed(changes, lines, _NUMBERS[1:] if has_other_batches else _NUMBERS))
     answer = replayed_steps.Replay(
-        version=JSON_VERSION,
         id=paths.folder.name,
         path=str(paths.folder),
         checkpoint=stretch.begin,
