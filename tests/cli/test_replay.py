@@ -92,7 +92,7 @@ def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:
 
 def text_of(*ranks: dict[str, Any], names: list[str] | None = None) -> str:
     replayed = _replayed([], [[rank] for rank in ranks], names or ["samples", "loss", "grad_norm"])
-    answer = Replay(version=1, id="a", path="a", checkpoint=0, ranks=2, ranks_of_run=2, replays=[replayed])
+    answer = Replay(id="a", path="a", checkpoint=0, ranks=2, ranks_of_run=2, replays=[replayed])
     return "\n".join(replay_text(answer))
 
 
@@ -106,6 +106,11 @@ def test_parts_of_ranks_are_added_up() -> None:
     assert [row[:2] for row in rows if row[-1:] in (["a\\tb"], ["c"])] == [
         ["1", "a\\tb"], ["7", "c"], ["0", "a\\tb"], ["7", "c"],
     ], "the highest loss first"  # fmt: skip
+    batch = {"number": 0, "samples": [5], "files": [], "texts": []}
+    for losses in ([None, 2.5], [2.5, None]):
+        ranks = [line(4, rank, micro_batches=[batch | {"loss": losses[rank]}]) for rank in (0, 1)]
+        rows = [row.split() for row in text_of(*ranks).splitlines()]
+        assert ["0", "2.5", "5"] in rows, "of ranks with the same samples, one has the loss"
 
 
 @pytest.mark.parametrize(
