@@ -17,6 +17,7 @@ from hpc_train.report.metrics_reader import (
     rows_in,
     validation_rows,
 )
+from hpc_train.run import metric_rows
 
 
 @pytest.fixture
@@ -33,14 +34,14 @@ def large(tmp_path: Path) -> Path:
 
 def test_last_and_best_parse_only_evaluation_rows(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = 0
-    really = json.loads
+    really = metric_rows._decode
 
-    def count(text: bytes) -> Any:
+    def count(text: str) -> tuple[Any, int]:
         nonlocal parsed
         parsed += 1
         return really(text)
 
-    monkeypatch.setattr(json, "loads", count)
+    monkeypatch.setattr(metric_rows, "_decode", count)
     tracemalloc.start()
     rows = validation_rows(large)
     _, peak = tracemalloc.get_traced_memory()

@@ -271,3 +271,13 @@ def test_a_tolerance_is_relative(
     assert distance == (pytest.approx(expected) if is_number else float("inf"))
     if differs == "checkpoint":
         assert where is not None and where["tensor"] == "model.a.weight"
+
+
+def test_zeros_of_both_signs_are_near_but_not_bitwise_equal() -> None:
+    replay = lines()
+    for key, loss in (("digest", 0.0), ("recorded", -0.0)):
+        replay[STEP][0][key] = {**replay[STEP][0][key], "loss": loss}
+    answer, where, distance = near("A", {}, replay, STEP - 2, 0.0)
+    assert (answer["is_reproducible"], answer["compared"], where, distance) == (True, 2, None, 0.0)
+    answer, where = reproduction("A", {}, replay, STEP - 2, {})
+    assert (answer["first_difference"], answer["differs"]) == (STEP, ["loss"]) and where is not None

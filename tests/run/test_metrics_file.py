@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import StorageError, TransientStorageError
-from hpc_train.run import storage_errors
+from hpc_train.run import metric_rows, storage_errors
 from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.waiting import HANG_LIMIT_S
 
@@ -160,14 +160,14 @@ def test_a_resume_holds_a_small_part_of_a_large_file(large: Path) -> None:
 
 def test_a_resume_parses_only_the_rows_that_it_drops(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = 0
-    really = json.loads
+    really = metric_rows._decode
 
-    def count(text: str) -> Any:
+    def count(text: str) -> tuple[Any, int]:
         nonlocal parsed
         parsed += 1
         return really(text)
 
-    monkeypatch.setattr(json, "loads", count)
+    monkeypatch.setattr(metric_rows, "_decode", count)
     _closed(MetricsFile(large, 39_990))
     assert parsed == 12, "ten rows past the step, the step's own, and the one before it"
 
