@@ -42,17 +42,15 @@ def _resume(*arguments: str | Path) -> int:
     return hpc_train("resume", *arguments).code
 
 
-def test_a_failed_run_continues_in_its_next_attempt(failed: RunPaths) -> None:
+def test_a_failed_run_continues_in_its_next_attempt_until_it_is_completed(failed: RunPaths) -> None:
+    write_checkpoint(failed, 4, attempt=1)
     done = hpc_train("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
     assert done.code == 0
-    assert [request.attempt for request in requests] == [1, 2]
-    assert json.loads(done.out)["runs"][0]["state"] == "completed"
-
-
-def test_the_step_that_it_continues_from_is_said_first(failed: RunPaths) -> None:
-    write_checkpoint(failed, 4, attempt=1)
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
     assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
+    assert json.loads(done.out)["runs"][0]["state"] == "completed"
+    done = hpc_train("resume", failed.folder)
+    assert (done.code, "completed already" in done.err) == (0, True)
+    assert [request.attempt for request in requests] == [1, 2]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_said_to_start_at_step_0(failed: RunPaths) -> None:
@@ -88,13 +86,6 @@ def test_devices_of_a_resume(failed: RunPaths, options: list[str], code: int, de
     assert [request.devices for request in requests] == [3, devices]
 
 
-def test_a_completed_run_says_so(failed: RunPaths) -> None:
-    _resume(failed.folder, "--launcher", COMPLETING)
-    done = hpc_train("resume", failed.folder)
-    assert (done.code, "completed already" in done.err) == (0, True)
-    assert len(requests) == 2
-
-
 def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "optimization.optimizer.lr=0.5", "name=other")
     assert done.code == 2
@@ -121,22 +112,20 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
     assert changes == {"2": ["parallel.strategy=fsdp", "data.workers=2"], "3": ["data.workers=1"]}
 
 
-def test_changes_that_ranks_refused_are_dropped_from_later_attempts(failed: RunPaths) -> None:
+@pytest.mark.parametrize("again", [[], ["parallel.strategy=fsdp"]])
+def test_changes_that_ranks_refused_are_dropped_unless_requested_again(
+    failed: RunPaths, again: list[str]
+) -> None:
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     assert done.code == 65
     way_on = f"`hpc-train resume {failed.folder.name}` omits parallel.strategy=fsdp and starts at step 0"
     assert way_on in done.err
     assert done.err.count("this model can't be cut") == 1, "not a second time in its state"
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert "omits parallel.strategy=fsdp, with which the last attempt was refused" in done.err
-    assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "ddp"]
-
-
-def test_refused_changes_can_be_requested_again(failed: RunPaths) -> None:
-    _resume(failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
-    done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", COMPLETING)
-    assert (done.code, "omits" in done.err) == (0, False)
-    assert requests[-1].experiment.parallel.strategy == "fsdp"
+    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING, *again)
+    dropped = "omits parallel.strategy=fsdp, with which the last attempt was refused"
+    assert (done.code, dropped in done.err, "omits" in done.err) == (0, not again, not again)
+    last = "fsdp" if again else "ddp"
+    assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", last]
 
 
 def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
@@ -172,9 +161,7 @@ def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) ->
         rank.communicate()
 
 
-def test_a_run_that_others_may_write_is_not_resumed(
-    failed: RunPaths,
-) -> None:
+def test_a_run_that_others_may_write_is_not_resumed(failed: RunPaths) -> None:
     """Whoever swapped the run folder would choose the factory that is imported and called."""
     failed.folder.parent.chmod(0o775)
     ended = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
@@ -238,13 +225,19 @@ def _on_a_machine_that_is_gone(paths: RunPaths, silent_min: float) -> None:
         os.utime(path, (then, then))
 
 
-def test_a_run_whose_machine_is_gone_continues_after_ten_silent_minutes(failed: RunPaths) -> None:
+@pytest.mark.parametrize("command", ["resume", "cancel", "clean"])
+def test_a_run_whose_machine_is_gone_is_over_after_ten_silent_minutes(failed: RunPaths, command: str) -> None:
+    option = {"resume": ["--launcher", COMPLETING], "clean": ["--yes"]}.get(command, [])
+    _on_a_machine_that_is_gone(failed, 2)
+    refused = hpc_train(command, failed.folder, *option)
+    assert refused.code == 1
+    assert command != "cancel" or "once it has been silent for 10 min" in refused.err
     _on_a_machine_that_is_gone(failed, 11)
     assert "failed" in hpc_train("status", failed.folder).out
     assert read_status(failed).state == "running", "it may only be cut off"
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert done.code == 0, done.err
-    assert requests[-1].attempt == 3
+    assert hpc_train(command, failed.folder, *option).code == 0
+    states = {"resume": "completed", "cancel": "cancelled", "clean": "running"}
+    assert read_status(failed).state == states[command]
 
 
 def test_a_run_whose_machine_is_gone_can_be_submitted_again(failed: RunPaths, file: Path) -> None:
@@ -256,20 +249,7 @@ def test_a_run_whose_machine_is_gone_can_be_submitted_again(failed: RunPaths, fi
     assert f"`hpc-train resume {failed.folder.name}` continues from step 4" in done.err
 
 
-@pytest.mark.parametrize("command", ["cancel", "clean"])
-def test_a_run_whose_machine_is_gone_can_be_cancelled_and_cleaned(failed: RunPaths, command: str) -> None:
-    option = ["--yes"] if command == "clean" else []
-    _on_a_machine_that_is_gone(failed, 2)
-    refused = hpc_train(command, failed.folder, *option)
-    assert refused.code == 1 and (command == "clean" or "once it has been silent for 10 min" in refused.err)
-    _on_a_machine_that_is_gone(failed, 11)
-    assert hpc_train(command, failed.folder, *option).code == 0
-    assert read_status(failed).state == ("cancelled" if command == "cancel" else "running")
-
-
-def test_a_run_with_a_recent_heartbeat_needs_the_named_option_to_resume(
-    failed: RunPaths,
-) -> None:
+def test_a_run_with_a_recent_heartbeat_needs_the_named_option_to_resume(failed: RunPaths) -> None:
     _on_a_machine_that_is_gone(failed, 2)
     done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
     assert done.code == 1
@@ -392,15 +372,15 @@ def test_changes_that_ranks_of_a_queue_refused_are_dropped(cancelled: list[RunPa
 def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]) -> None:
     files = [path for run in cancelled for path in (run.run, run.status, run.cancelled)]
     before = [path.read_text() for path in files]
+    done = hpc_train("resume", "tiny", "--devices", "2")
+    assert (done.code, "--devices: is for this machine" in done.err) == (2, True)
     refusals.append("slurm.nodes: too many")
     done = hpc_train("resume", "tiny", "slurm.nodes=3")
     assert (done.code, "slurm.nodes: too many" in done.err) == (65, True)
     assert [path.read_text() for path in files] == before
 
 
-def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(
-    cancelled: list[RunPaths],
-) -> None:
+def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(cancelled: list[RunPaths]) -> None:
     for paths in cancelled:
         write_status(paths, RunStatus("pending"))
     (cancelled[1].folder / "unsubmitted").touch()
@@ -420,11 +400,6 @@ def test_a_run_of_a_queue_continues_here_and_back(cancelled: list[RunPaths]) -> 
     assert queued[-1][0].paths == run
 
 
-def test_devices_are_none_of_a_queue(cancelled: list[RunPaths]) -> None:
-    done = hpc_train("resume", "tiny", "--devices", "2")
-    assert (done.code, "--devices: is for this machine" in done.err) == (2, True)
-
-
 def test_slurm_needs_its_section(failed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.launchers.slurm.sbatch.check_programs", lambda: None)
     done = hpc_train("resume", failed.folder, "--launcher", "slurm")
@@ -439,38 +414,35 @@ def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
     assert _resume(cancelled[0].folder, "sweep.list=[{seed: 3}]") == 2
 
 
-def test_a_run_is_not_resumed_on_other_data(file: Path, tmp_path: Path) -> None:
-    one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))
-    data = f"data={{name: imagefolder, root: {one}, image_size: 8}}"
-    hpc_train("submit", file, data, "--local", "--launcher", FAILING)
-    (paths,) = find_runs([])
-    write_checkpoint(paths, 3, attempt=1)
-    done = hpc_train("resume", paths.folder, f"data.root={two}", "--launcher", COMPLETING)
-    assert done.code == 65
-    assert f"data.root: the files are not those that {paths.folder.name} was trained on so far" in done.err
-    copy = shutil.copytree(one, tmp_path / "copy")
-    assert _resume(paths.folder, f"data.root={copy}", "--launcher", COMPLETING) == 0
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders of other images."""
+    return write_images(tmp_path / "one"), write_images(tmp_path / "two", classes=3)
 
 
-def _with_images(file: Path, tmp_path: Path, launcher: str) -> tuple[RunPaths, Path]:
-    """Return a run of a folder of images, and the folder."""
-    root = write_images(tmp_path / "images")
-    overrides = [f"data={{name: imagefolder, root: {root}, image_size: 32}}", "model.name=timm/resnet18"]
-    done = hpc_train("submit", file, "--launcher", launcher, *overrides)
+def _on_images(file: Path, root: Path, launcher: str = FAILING) -> RunPaths:
+    data = f"data={{name: imagefolder, root: {root}, image_size: 32}}"
+    done = hpc_train("submit", file, "--launcher", launcher, data, "model.name=timm/resnet18")
     assert find_runs([]), done.err
-    return find_runs([])[0], root
+    return find_runs([])[0]
 
 
-def test_a_run_whose_data_are_gone_from_this_machine_is_not_resumed(file: Path, tmp_path: Path) -> None:
-    run, root = _with_images(file, tmp_path, FAILING)
-    shutil.rmtree(root)
+def test_a_run_is_not_resumed_on_other_data(file: Path, roots: tuple[Path, Path], tmp_path: Path) -> None:
+    run = _on_images(file, roots[0])
+    write_checkpoint(run, 3, attempt=1)
+    done = hpc_train("resume", run.folder, f"data.root={roots[1]}", "--launcher", COMPLETING)
+    assert done.code == 65
+    assert f"data.root: the files are not those that {run.folder.name} was trained on so far" in done.err
+    shutil.move(roots[0], tmp_path / "moved")
     done = hpc_train("resume", run.folder)
-    assert done.code == 65 and f"data.root: {root} does not exist on this machine" in done.err
+    assert done.code == 65 and f"data.root: {roots[0]} does not exist on this machine" in done.err
     assert newest_number(run) == 1
+    assert _resume(run.folder, f"data.root={tmp_path / 'moved'}", "--launcher", COMPLETING) == 0
 
 
-def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, tmp_path: Path) -> None:
-    run, root = _with_images(file, tmp_path, QUEUE)
+def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, roots: tuple[Path, Path]) -> None:
+    root = roots[0]
+    run = _on_images(file, root, QUEUE)
     write_status(run, RunStatus("cancelled"))
     shutil.rmtree(root / "train")
     done = hpc_train("resume", run.folder)
@@ -480,13 +452,11 @@ def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, tmp_pat
     assert hpc_train("resume", run.folder).code == 0
 
 
-def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, tmp_path: Path) -> None:
+def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, roots: tuple[Path, Path]) -> None:
     """Its folder was wrong, say: submitted again, it is the run of the data that it was trained on."""
-    one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))
-    data = "data={{name: imagefolder, root: {}, image_size: 8}}"
-    hpc_train("submit", file, data.format(one), "--local", "--launcher", FAILING)
-    (paths,) = find_runs([])
-    assert _resume(paths.folder, f"data.root={two}", "--launcher", COMPLETING) == 0
-    again = ("submit", file, "--local", "--launcher", COMPLETING)
-    assert "completed already" in hpc_train(*again, data.format(two)).err
-    assert "of other files than data.root" in hpc_train(*again, data.format(one)).err
+    run = _on_images(file, roots[0])
+    assert _resume(run.folder, f"data.root={roots[1]}", "--launcher", COMPLETING) == 0
+    for root, message in zip(roots, ("of other files than data.root", "completed already"), strict=True):
+        data = f"data={{name: imagefolder, root: {root}, image_size: 32}}"
+        done = hpc_train("submit", file, "--launcher", COMPLETING, data, "model.name=timm/resnet18")
+        assert message in done.err
