@@ -165,10 +165,7 @@ def test_the_answer_is_a_command_line_that_leads_on(typed: str, remedy: str) -> 
         ("cancel", "RUN is missing; `hpc-train status` lists the runs"),
         ("frobnicate", "there is no command 'frobnicate'; `hpc-train --help` lists the commands"),
         ("submit exp.yaml --foo 3", "there is no option --foo; `hpc-train submit --help` lists the options"),
-        (
-            "submit exp.yaml --accumulate-grad-batches 4",
-            "optimization.global_batch_size",
-        ),
+        ("submit exp.yaml --accumulate-grad-batches 4", "optimization.global_batch_size"),
         ("submit exp.yaml --devices two", "Invalid value for '--devices'"),
         ("logs abc --rank -1", "Invalid value for '--rank'"),
     ],

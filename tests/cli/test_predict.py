@@ -48,10 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
         ("evaluate data.root=x", "evaluate: names no run; give a run id"),
         ("evaluate nosuch", "no run or experiment of this name"),
         ("evaluate abc", "has no checkpoint yet; try again once it has saved one"),
-        (
-            "evaluate abc model.name=gpt",
-            "model.name: can't be changed in an evaluation, since the",
-        ),
+        ("evaluate abc model.name=gpt", "model.name: can't be changed in an evaluation, since the"),
         ("evaluate abc optimization.steps=3", "optimization.steps: can't be changed in an evaluation"),
         ("evaluate abc data.rot=3", "did you mean root?"),
         ("evaluate abc --code old", "--code: unknown value 'old'"),

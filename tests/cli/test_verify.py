@@ -40,10 +40,7 @@ def run(tmp_path: Path) -> RunPaths:
         (["--part", "1/2"], "--part: has no effect without --replay"),
         (["--tolerance", "0"], "--tolerance: has no effect without --replay"),
         (["--submit"], "--submit: has no effect without --replay"),
-        (
-            ["--replay", "--submit", "--part", "1/2"],
-            "--part: each job of --submit repeats a part",
-        ),
+        (["--replay", "--submit", "--part", "1/2"], "--part: each job of --submit repeats a part"),
         (["--replay", "--part", "3/2"], "--part: '3/2' is not K/N with K from 1 to N, such as 3/20"),
         (["--replay", "--part", "x"], "--part: 'x' is not K/N"),
         (["--replay", "--slots", "0"], "--slots"),

@@ -92,10 +92,7 @@ def test_wandb_writes_no_secret(
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
 def test_mlflow_writes_no_secret_of_an_address_that_is_no_url(
-    run: RunPaths,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    closed_port: int,
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], closed_port: int
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:p@{MARKER}/{MARKER}@127.0.0.1:{closed_port}")
     train(run, lambda number: MlflowLogger(context_of(run, None, number)))

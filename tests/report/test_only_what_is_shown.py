@@ -44,11 +44,7 @@ _ROWS = st.fixed_dictionaries(
         "split": st.sampled_from(["train", "val", "test", 'a "val" b', None]),
         "step": st.one_of(st.integers(), st.integers(0, 9), _VALUES),
     },
-    optional={
-        "loss": _VALUES,
-        "accuracy": _VALUES,
-        "note": st.sampled_from(["\r", "é", "ab\\"]),
-    },
+    optional={"loss": _VALUES, "accuracy": _VALUES, "note": st.sampled_from(["\r", "é", "ab\\"])},
 )
 #: A row as we write it, and in other ways in which JSON may be written.
 _LINES = st.one_of(

@@ -12,13 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from hpc_train.report.parted_steps import (
-    Place,
-    first_step,
-    parted_at,
-    place,
-    place_text,
-)
+from hpc_train.report.parted_steps import Place, first_step, parted_at, place, place_text
 from hpc_train.report.reproduction import near, reproduction, reproduction_text
 from hpc_train.run.digests import PartDigest, part_digests, part_id
 from tests.run.runs import small_run

@@ -251,9 +251,7 @@ def test_a_hostile_manifest_opens_no_file(run: RunPaths, changes: dict[str, obje
     assert verify(checkpoint)
 
 
-def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_blocks_resume(
-    run: RunPaths,
-) -> None:
+def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_blocks_resume(run: RunPaths) -> None:
     begin_attempt(run, 1)
     newer = write_checkpoint(run, 200, attempt=1)
     write_checkpoint(run, 100, attempt=1)

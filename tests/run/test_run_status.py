@@ -31,8 +31,7 @@ def test_a_status_comes_back_as_it_was_written(run: RunPaths) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"state": "flying"}', json.dumps(RUNNING.to_json() | {"step": "5"})],
+    "text", ["", "[]", "{}", '{"state": "flying"}', json.dumps(RUNNING.to_json() | {"step": "5"})]
 )
 def test_an_invalid_status_is_unknown(run: RunPaths, text: str) -> None:
     run.status.write_text(text)

@@ -317,11 +317,7 @@ SHARED = {
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
     ),
     "training.optimization.make_schedule: too_long_warmup": Shared(
-        {
-            "optimization.epochs": None,
-            "optimization.steps": 9,
-            "optimization.schedule": {"warmup_steps": 10},
-        },
+        {"optimization.epochs": None, "optimization.steps": 9, "optimization.schedule": {"warmup_steps": 10}},
         schedule,
     ),
     "training.optimization.make_schedule: problem_of_schedule_name": Shared(

@@ -150,13 +150,7 @@ def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> Non
     status = json.loads(paths.status.read_text())
     paths.status.write_text(json.dumps(status | {"reason": hostile()}))
     rows = [
-        {
-            "split": split,
-            "step": step,
-            "attempt": 1,
-            hostile(): next(numbers),
-            "loss": next(numbers),
-        }
+        {"split": split, "step": step, "attempt": 1, hostile(): next(numbers), "loss": next(numbers)}
         for step, split in ((1, "train"), (2, "val"), (3, hostile()), (next(numbers), "train"))
     ]
     rows += [{"split": "train", "step": step, "attempt": 1, "step_s": next(numbers)} for step in (4, 10**400)]

@@ -422,8 +422,7 @@ def test_a_private_key_is_never_in_a_snapshot(tree: Path, root: Path, name: str,
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["if '-----BEGIN PRIVATE KEY-----' in text:\n", f"-----BEGIN PUBLIC KEY-----\n{KEY}\n"],
+    "content", ["if '-----BEGIN PRIVATE KEY-----' in text:\n", f"-----BEGIN PUBLIC KEY-----\n{KEY}\n"]
 )
 def test_code_that_looks_for_keys_is_kept(tree: Path, content: str) -> None:
     (tree / "own.py").write_text(content)
