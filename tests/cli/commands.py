@@ -6,7 +6,8 @@ import io
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from typer.main import get_command
 
 from hpc_train.cli.app import app
+from hpc_train.paths import RunPaths, runs_root
 from tests.waiting import HANG_LIMIT_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,3 +51,27 @@ def python(*arguments: str | Path) -> Done:
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def submitted(file: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Submit runs of one scripted rank each, in a process that ends with the context."""
+    options = ["--launcher", "tests.cli.launchers:Scripted", *arguments]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_train", "submit", str(file), *options],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ready_runs() -> list[RunPaths]:
+    """Return the runs whose scripted ranks are ready."""
+    return [RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready")]

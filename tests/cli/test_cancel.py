@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +15,13 @@ import pytest
 from hpc_train.errors import ExitCode
 from hpc_train.launchers import following as module
 from hpc_train.launchers.slurm.submission import Batch, prepare
-from hpc_train.paths import RunPaths, runs_root
+from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.attempts import claim_attempt, job_ids, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import REPOSITORY, hpc_train
-from tests.cli.launchers import SCRIPTED
+from tests.cli.commands import hpc_train, ready_runs, submitted
 from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
@@ -34,39 +31,17 @@ from tests.waiting import HANG_LIMIT_S
 _LIMIT_S = HANG_LIMIT_S
 
 
-@contextmanager
-def _submitted(file: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[RunPaths]]]:
-    """Submit runs of one scripted rank each, one after the other; yield once the first is ``ready``."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", "submit", str(file), "--launcher", SCRIPTED, *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    found: list[RunPaths] = []
-
-    def is_ready() -> bool:
-        assert process.poll() is None, process.communicate()
-        found[:] = _ready()
-        return bool(found)
-
-    try:
-        wait_for(is_ready, "a rank that is ready", _LIMIT_S)
-        yield process, found
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _ready() -> list[RunPaths]:
-    return [RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready")]
+def _first(process: subprocess.Popen[str]) -> RunPaths:
+    """Return the only run of a submit whose rank is ready."""
+    wait_for(lambda: bool(ready_runs()) or process.poll() is not None, "a rank that is ready", _LIMIT_S)
+    (paths,) = ready_runs()
+    return paths
 
 
 @pytest.mark.slow
 def test_a_run_of_this_machine_saves_and_is_cancelled(file: Path) -> None:
-    with _submitted(file) as (process, (paths,)):
+    with submitted(file) as process:
+        paths = _first(process)
         done = hpc_train("cancel", paths.folder.name)
         assert (done.code, done.out) == (0, "")
         assert f"{paths.folder.name}: cancelled at step 1" in done.err
@@ -82,10 +57,11 @@ def test_a_run_of_this_machine_saves_and_is_cancelled(file: Path) -> None:
 @pytest.mark.slow
 def test_the_other_runs_of_a_local_sweep_go_on(file: Path) -> None:
     file.write_text(file.read_text() + "sweep: {grid: {seed: [0, 1]}}\n")
-    with _submitted(file) as (process, (first,)):
+    with submitted(file) as process:
+        first = _first(process)
         assert hpc_train("cancel", first.folder.name).code == 0
-        wait_for(lambda: len(_ready()) == 2, "the second run", _LIMIT_S)
-        (second,) = [paths for paths in _ready() if paths.folder != first.folder]
+        wait_for(lambda: len(ready_runs()) == 2, "the second run", _LIMIT_S)
+        (second,) = [paths for paths in ready_runs() if paths.folder != first.folder]
         (second.folder / "go").touch()
         process.communicate(timeout=_LIMIT_S)
     assert (read_status(first).state, read_status(second).state) == ("cancelled", "completed")

@@ -13,10 +13,10 @@ from hpc_train.cli import compare_diff
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import create_run
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import read_json
 from tests.cli.commands import hpc_train
 from tests.run.code.trees import take, work_tree
-from tests.run.runs import small_experiment
+from tests.run.runs import change_facts, small_experiment
 
 _OLD = "import torch\nWIDTH = 16\n"
 
@@ -39,15 +39,13 @@ def pair(tmp_path: Path) -> tuple[RunPaths, RunPaths]:
     (tree / "new.py").write_text("NEW = 1\n")
     (tree / "table.bin").write_bytes(b"\0\1")
     second = _made("bbb", tree, seed=3, early_stopping={"metric": "loss", "mode": "min", "patience": 2})
-    facts = read_json(second.run)
-    assert facts is not None
-    write_json(second.run, facts | {"versions": facts["versions"] | {"torch": "1.0"}})
+    versions = (read_json(second.run) or {})["versions"]
+    change_facts(second, versions=versions | {"torch": "1.0"})
     return first, second
 
 
 def test_keys_versions_and_code_are_shown_as_diffs(pair: tuple[RunPaths, RunPaths]) -> None:
-    facts = read_json(pair[0].run)
-    assert facts is not None
+    versions = (read_json(pair[0].run) or {})["versions"]
     done = hpc_train("compare", "aaa", "bbb", "--diff")
     assert done.code == 0, done.err
     assert done.out.splitlines() == [
@@ -61,7 +59,7 @@ def test_keys_versions_and_code_are_shown_as_diffs(pair: tuple[RunPaths, RunPath
         "+ early_stopping.patience: 2",
         "+ early_stopping.min_delta: 0.0",
         "versions: 1 package differs",
-        f"- torch: {facts['versions']['torch']}",
+        f"- torch: {versions['torch']}",
         "+ torch: 1.0",
         "code: 4 files differ",
         "A new.py",

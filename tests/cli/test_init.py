@@ -95,9 +95,7 @@ def test_without_data_the_lines_to_change_are_named() -> None:
     assert f"change lines {', '.join(map(str, to_change))}" in done.err
     assert [lines[number - 1].split(":")[0].strip() for number in to_change] == ["root", "args"]
     assert "train/images/" in lines[to_change[0] - 1]
-    rooted = hpc_train(
-        "init", "--local", "-y", "--task", "segmentation", "--root", "data", "-o", "rooted.yaml"
-    )
+    rooted = hpc_train("init", "--local", "-y", "--task", "segmentation", "--root", "d", "-o", "rooted.yaml")
     assert f"change line {to_change[1]}\n" in rooted.err
     assert "new.yaml: written for this machine" in done.err and "`hpc-train validate new.yaml`" in done.err
 
@@ -159,9 +157,8 @@ def test_a_recipe_is_valid_where_it_is_written(recipe: str) -> None:
 
 
 def test_a_recipe_gets_the_data_and_the_section_of_the_cluster() -> None:
-    assert (
-        yaml.safe_load(written("--from", "cifar10-images", "--root", "/data/c"))["data"]["root"] == "/data/c"
-    )
+    text = written("--from", "cifar10-images", "--root", "/data/c")
+    assert yaml.safe_load(text)["data"]["root"] == "/data/c"
     job = JobSection({"partition": "gpu", "nodes": 1}, notes=["partition gpu: 2 nodes"])
     text = with_job_section(written("--from", "digits", name="digits.yaml"), job)
     assert yaml.safe_load(text)["slurm"] == job.values and "# partition gpu: 2 nodes" in text
@@ -186,11 +183,8 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(monkeypatch: pytest.MonkeyP
     done = hpc_train("init", "--local")
     assert done.code == 0 and "write one of classification" in done.err
     content = yaml.safe_load(Path("exp.yaml").read_text())
-    assert (content["task"], content["data"]["name"], content["data"]["root"]) == (
-        "detection",
-        "coco",
-        "/data/boxes",
-    )
+    data = content["data"]
+    assert (content["task"], data["name"], data["root"]) == ("detection", "coco", "/data/boxes")
 
 
 def test_input_that_ends_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,24 +196,10 @@ def test_input_that_ends_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "value",
     [
-        "plain",
-        "1e-3",
-        "on",
-        "a b",
-        "a: b",
-        "#x",
-        "null",
-        "- a",
-        "'",
-        '"',
-        "é",
-        1,
-        0.001,
-        True,
-        [1, "a"],
+        "plain", "1e-3", "on", "a b", "a: b", "#x", "null", "- a", "'", '"', "é", 1, 0.001, True, [1, "a"],
         {"a": 1},
     ],
-)
+)  # fmt: skip
 def test_values_are_read_back_as_they_are(value: Any) -> None:
     from hpc_train.experiment.config.marked_yaml import read_value
 

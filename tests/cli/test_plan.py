@@ -16,6 +16,7 @@ from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from tests.cli.commands import hpc_train
+from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
 from tests.plan.files import loaded, plan_on_slurm
 
@@ -77,10 +78,7 @@ def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
 
 
 def test_a_plan_shows_the_pack_that_ranks_read(file: Path, tmp_path: Path) -> None:
-    for number in range(40):
-        path = tmp_path / f"images/train/class{number % 2}/{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"not looked at")
+    write_images(tmp_path / "images")
     root, cache = tmp_path / "images", tmp_path / "packs"
     data = f"data={{name: imagefolder, root: {root}, cache: {cache}, stage: true, image_size: 8}}"
     missing = hpc_train("plan", file, data)
@@ -101,19 +99,22 @@ _MICRO_BATCHES = ("optimization.global_batch_size=32", "optimization.micro_batch
 _ON_4 = "slurm={ranks_per_node: 4}"
 
 
+def _cells(table: str) -> dict[str, str]:
+    """Return the cells of the first run by their heads."""
+    heads, cells = (map(str.strip, filter(None, line.split("  "))) for line in table.splitlines()[:2])
+    return dict(zip(heads, cells, strict=True))
+
+
 def test_a_plan_shows_degrees_and_the_bubble_of_a_pipeline(file: Path) -> None:
     done = hpc_train("plan", file, *_MICRO_BATCHES, _ON_4, "parallel={strategy: pipeline, shard: 2}")
-    heads, cells = (line.split("  ") for line in done.out.splitlines()[:2])
-    shown = dict(zip(filter(None, heads), filter(None, cells), strict=True))
-    shown = {head.strip(): cell.strip() for head, cell in shown.items()}
+    shown = _cells(done.out)
     assert shown["degrees"] == "pipeline 2 × shard 2"
     assert (shown["accumulation"], shown["stages"], shown["bubble"]) == ("4", "2, 1f1b", "20 %")
     assert "ranks wait" not in done.err
-    plan = json.loads(
-        hpc_train("plan", file, "--json", *_MICRO_BATCHES, _ON_4, "parallel.strategy=pipeline").out
-    )
-    assert plan["runs"][0]["degrees"] == {"pipeline": 4, "replicate": 1, "shard": 1, "tensor": 1}
-    assert plan["runs"][0]["bubble"] == 3 / 11
+    pipeline = (*_MICRO_BATCHES, _ON_4, "parallel.strategy=pipeline")
+    (run,) = json.loads(hpc_train("plan", file, "--json", *pipeline).out)["runs"]
+    assert run["degrees"] == {"pipeline": 4, "replicate": 1, "shard": 1, "tensor": 1}
+    assert run["bubble"] == 3 / 11
 
 
 def test_a_plan_says_what_makes_ranks_wait_less(file: Path) -> None:
@@ -157,8 +158,7 @@ def test_the_launcher_says_how_many_ranks_a_plan_has(file: Path) -> None:
 
 def test_ranks_that_the_launcher_does_not_know_are_unknown(file: Path) -> None:
     done = hpc_train("plan", file, "slurm={nodes: 2}", "--launcher", QUEUEING)
-    heads, cells = (line.split("  ") for line in done.out.splitlines())
-    shown = dict(zip(map(str.strip, filter(None, heads)), map(str.strip, filter(None, cells)), strict=True))
+    shown = _cells(done.out)
     assert (shown["ranks"], shown["accumulation"], shown["GPU-hours"]) == ("unknown", "unknown", "0")
     assert len(done.err.splitlines()) == 1  # the legend
 

@@ -82,12 +82,11 @@ def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:
     batch = {"number": rank, "loss": 1.0 + rank, "samples": [rank, 7], "files": [], "texts": ["a\tb", "c"]}
     digest = {"samples": "0a", "loss": 1.5, "grad_norm": None, "attempt": 0}
     of_first = {"digest": digest, "recorded": digest | {"attempt": 1}} if rank == 0 else {}
-    return (
-        {"step": step, "learning_rate": 0.1, "micro_batches": [batch], "squares": {"a": 9.0, f"b{rank}": 4.0}}
-        | {"non_finite": None, "ranges": {"a": [-1.0, 2.0 + rank, 6.0, 4.0], "nan": [float("nan")] * 4}}
-        | of_first
-        | changes
-    )
+    return {
+        "step": step, "learning_rate": 0.1, "micro_batches": [batch], "squares": {"a": 9.0, f"b{rank}": 4.0},
+        "non_finite": None, "ranges": {"a": [-1.0, 2.0 + rank, 6.0, 4.0], "nan": [float("nan")] * 4},
+        **of_first, **changes,
+    }  # fmt: skip
 
 
 def text_of(*ranks: dict[str, Any], names: list[str] | None = None) -> str:
@@ -112,13 +111,8 @@ def test_parts_of_ranks_are_added_up() -> None:
     ("place", "words"),
     [
         (
-            {
-                "where": "output",
-                "micro_batch": 1,
-                "module": "a.b",
-                "class": "Linear",
-                "has_finite_weights": False,
-            },
+            {"where": "output", "micro_batch": 1, "module": "a.b", "class": "Linear"}
+            | {"has_finite_weights": False},
             "of micro-batch 1: the output of a.b (Linear), whose weights are not finite",
         ),
         (

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,19 +14,16 @@ from hpc_train.errors import TryAgainError
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.lookup import load_launcher
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, newest_number, read_record, tell_end, write_record
+from hpc_train.run.attempts import claim_attempt, newest_number, tell_end
 from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import find_runs
-from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
-from tests.run.runs import record_of
+from tests.run.runs import change_facts, change_record, record_of
 from tests.run.test_checkpoints import write_checkpoint
-from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -65,15 +61,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_said_to_start_at_step_0(
 
 
 def test_a_run_that_diverged_warns_that_it_will_again_unless_something_changes(failed: RunPaths) -> None:
-    record = record_of(failed.attempt(1))
-    write_record(failed.attempt(1), replace(record, cause="diverged", reason="loss is NaN at step 7"))
-    warning = (
-        f"{failed.folder.name}: its last attempt diverged (loss is NaN at step 7)\n  resuming it unchanged"
-    )
+    change_record(failed.attempt(1), cause="diverged", reason="loss is NaN at step 7")
+    warning = "its last attempt diverged (loss is NaN at step 7)\n  resuming it unchanged"
     done = hpc_train("resume", failed.folder)
-    assert warning in done.err and "  half the learning rate: `hpc-train submit " in done.err
+    assert f"{failed.folder.name}: {warning}" in done.err
+    assert "  half the learning rate: `hpc-train submit " in done.err
     assert [request.attempt for request in requests] == [1, 2], "it resumes all the same"
-    write_record(failed.attempt(2), replace(record, attempt=2, cause="diverged"))
+    change_record(failed.attempt(2), cause="diverged")
     assert "would diverge" not in hpc_train("resume", failed.folder, "checkpoint.every_min=5").err
 
 
@@ -143,43 +137,12 @@ def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths, options: list[s
     assert (len(requests), newest_number(failed)) == (1, 2)
 
 
-def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) -> None:
-    environment = os.environ | {"HPC_TRAIN_ATTEMPT": "1", "HPC_TRAIN_RUN_FOLDER": str(failed.folder)}
-    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)
-    try:
-        process = Process.of(rank.pid)
-        record = read_record(failed.attempt(1))
-        assert process is not None and record is not None
-        dead = replace(process, start_ticks=process.start_ticks - 1)
-        changes = {"launcher": "local", "rank_processes": [process], "launcher_process": dead, "end": None}
-        write_record(failed.attempt(1), replace(record, **changes))
-        write_status(failed, replace(read_status(failed), state="running"))
-        assert _resume(failed.folder, "--launcher", COMPLETING) == 0
-        assert rank.wait(HANG_LIMIT_S) == -9
-    finally:
-        rank.kill()
-        rank.communicate()
-
-
-def test_a_run_that_others_may_write_is_not_resumed(failed: RunPaths) -> None:
-    """Whoever swapped the run folder would choose the factory that is imported and called."""
-    failed.folder.parent.chmod(0o775)
-    ended = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert ended.code == 1
-    assert f"`chmod go-w {failed.folder.parent}`" in ended.err
-    assert newest_number(failed) == 1
-    failed.folder.parent.chmod(0o755)
-    assert _resume(failed.folder, "--launcher", COMPLETING) == 0
-
-
 def test_an_unsafe_run_loads_nothing(
     failed: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "planted_launcher.py").write_text("raise SystemExit('planted')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    facts = read_json(failed.run)
-    assert facts is not None
-    write_json(failed.run, facts | {"launcher": "planted_launcher:Launcher"})
+    change_facts(failed, launcher="planted_launcher:Launcher")
     failed.folder.chmod(0o770)
     ended = hpc_train("resume", failed.folder)
     assert (ended.code, "`chmod go-w" in ended.err) == (1, True), ended.err
@@ -212,14 +175,13 @@ def test_the_second_of_two_resumes_changes_nothing(failed: RunPaths, monkeypatch
 def _on_a_machine_that_is_gone(paths: RunPaths, silent_min: float) -> None:
     """Leave the run as a host leaves it that vanishes while it trains."""
     number = claim_attempt(paths, "local")
-    record = record_of(paths.attempt(number))
-    assert record.launcher_process is not None
-    there = replace(record.launcher_process, host="spot-7", boot_id="another")
-    write_record(paths.attempt(number), replace(record, launcher_process=there))
+    process = record_of(paths.attempt(number)).launcher_process
+    assert process is not None
+    there = replace(process, host="spot-7", boot_id="another")
+    change_record(paths.attempt(number), launcher_process=there)
     paths.attempt(number).heartbeat("spot-7").write_text("{}")
     write_status(paths, RunStatus("running", 4, 9, attempt=number))
-    facts = json.loads(paths.run.read_text())
-    paths.run.write_text(json.dumps(facts | {"launcher": "local"}))
+    change_facts(paths, launcher="local")
     then = time.time() - 60 * silent_min
     for path in (paths.status, *paths.attempt(number).folder.iterdir()):
         os.utime(path, (then, then))
@@ -339,9 +301,8 @@ def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: li
 def test_a_run_that_has_used_its_gpu_hours_is_resumed_with_more_only(cancelled: list[RunPaths]) -> None:
     run = cancelled[0]
     number = claim_attempt(run, QUEUE, job="7", hosts=["n1", "n2"])
-    record = record_of(run.attempt(number))
     began, ended = "2026-11-01T00:00:00+00:00", "2026-11-01T03:00:00+00:00"
-    write_record(run.attempt(number), replace(record, start=began, end=ended))
+    change_record(run.attempt(number), start=began, end=ended)
     write_status(run, RunStatus("cancelled", attempt=number))
     budget = ("slurm.gpus_per_node=4", "slurm.max_gpu_hours=24")
     done = hpc_train("resume", run.folder, *budget)

@@ -6,20 +6,19 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.run.attempts import claim_attempt, write_record
+from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, read_status, recorded_values, write_status
 from tests.cli import launchers
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, INTERRUPTED, PICKY, QUEUE, Queue, queued
-from tests.run.runs import record_of
+from tests.run.runs import change_record
 from tests.search import methods
 
 SEARCH = f"""\
@@ -121,13 +120,11 @@ def test_divergence_is_a_result_and_a_crash_is_none(search: Path) -> None:
         paths = _run(seed)
         attempt = paths.attempt(claim_attempt(paths, ranks=1))
         write_status(paths, RunStatus("failed", step=3))
-        write_record(attempt, replace(record_of(attempt), end="2026-01-01T00:00:00+00:00", cause=cause))
+        change_record(attempt, end="2026-01-01T00:00:00+00:00", cause=cause)
         (paths.checkpoints / "step-3").mkdir(parents=True)
     hpc_train("submit", search, "--launcher", QUEUE)
-    assert {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials} == {
-        0: "diverged",
-        1: "failed",
-    }
+    states = {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials}
+    assert states == {0: "diverged", 1: "failed"}
 
 
 def test_runs_of_another_file_are_no_trials_and_those_of_a_grid_are(search: Path) -> None:

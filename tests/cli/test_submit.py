@@ -17,7 +17,7 @@ from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.plan.sweep import run_id
 from hpc_train.launchers.base import JobForecast, KeyProblem
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.attempts import tell_error, write_record
+from hpc_train.run.attempts import tell_error
 from hpc_train.run.bad_samples import BadSample, append
 from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
@@ -43,7 +43,7 @@ from tests.cli.launchers import (
     requests,
 )
 from tests.plan.files import loaded
-from tests.run.runs import record_of
+from tests.run.runs import change_record, record_of, write_rows
 from tests.run.test_checkpoints import write_checkpoint
 
 
@@ -213,7 +213,7 @@ def test_the_best_evaluation_is_by_the_selected_metric(file: Path, override: str
     paths = _failed(file, override)
     values = {3: (0.9, 0.8), 4: (0.4, 0.7), 5: (0.5, 0.75)}
     rows = [{"split": "val", "step": step, "loss": a, "accuracy": b} for step, (a, b) in values.items()]
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(paths, rows)
     done = _submit(file, override, launcher=FAILING)
     assert f"\n  best val    {best}\n" in done.err
 
@@ -366,7 +366,7 @@ RuntimeError: sizes differ
 def test_a_diverged_run_names_what_to_change_in_commands_that_can_be_pasted(file: Path) -> None:
     sweep = "sweep.grid={optimization.optimizer.lr: [0.5], seed: [1, 2]}"
     paths = _failed(file, sweep, "data.workers=1", step=4)
-    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), cause="diverged"))
+    change_record(paths.attempt(1), cause="diverged")
     said = _submit(file, sweep, "data.workers=1", launcher=FAILING).err
     assert "would diverge again" in said and f"`hpc-train resume {paths.folder.name}`" not in said
     halved, clipped, skipped = [

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hpc_train.cli.changes import other_python
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
+from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
 from hpc_train.run.versions import versions
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import FAILING, QUEUE, queued, requests
-from tests.run.runs import small_experiment
+from tests.run.runs import change_facts, small_experiment
 
 pytestmark = pytest.mark.fault(41)
 
@@ -45,14 +46,12 @@ def cancelled(file: Path) -> list[RunPaths]:
 
 
 def _age(paths: RunPaths) -> None:
-    run = json.loads(paths.run.read_text())
-    run["versions"] |= {"torch": "1.0.0", "hpc-train": "0.0.1"}
-    paths.run.write_text(json.dumps(run))
+    created = (read_json(paths.run) or {})["versions"]
+    change_facts(paths, versions=created | {"torch": "1.0.0", "hpc-train": "0.0.1"})
 
 
 def _noted(paths: RunPaths) -> dict[str, dict[str, str]]:
-    noted: dict[str, dict[str, str]] = json.loads(paths.run.read_text()).get("versions_by_attempt", {})
-    return noted
+    return cast("dict[str, dict[str, str]]", (read_json(paths.run) or {}).get("versions_by_attempt", {}))
 
 
 def test_other_versions_are_said_once_and_noted_with_their_attempt(failed: RunPaths) -> None:

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.metrics_reader import (
-    Metric,
-    MetricsReader,
-    find_metric,
-    newest_judged,
-    rows_in,
-    validation_rows,
-)
+from hpc_train.report.metrics_reader import Metric, MetricsReader, find_metric, rows_in, validation_rows
 
 
 @pytest.fixture
@@ -64,13 +57,6 @@ def test_a_line_without_an_integer_step_is_not_a_row(tmp_path: Path) -> None:
     lines = [f'{{"split": "train", "step": {step}, "loss": 1.0}}\n' for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) * 2)
     assert list(rows_in(tmp_path / "metrics.jsonl")) == []
-
-
-def test_an_evaluation_without_a_loss_is_judged_before_rows_of_training(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    rows = [{"split": "val", "step": 2, "map": 0.1}, {"split": "train", "step": 3, "loss": 1.0}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert newest_judged(path) == rows[:1]
 
 
 @pytest.mark.parametrize("ends_with_line", [True, False])

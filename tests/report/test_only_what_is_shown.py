@@ -29,6 +29,7 @@ from hpc_train.run.run_status import RunStatus
 from tests.calls import work_of
 from tests.cli.commands import hpc_train
 from tests.report.made_runs import made_sweep
+from tests.run.runs import write_rows
 
 _VALUES = st.one_of(
     st.none(),
@@ -129,18 +130,9 @@ def test_goodput_is_of_all_rows(tmp_path: Path, content: str) -> None:
 def test_a_large_file_is_read_in_evenly_spaced_blocks(tmp_path: Path) -> None:
     """Times that are estimated from them are those of all rows, and no more than the limit is read."""
     (paths,) = made_sweep(tmp_path, 1, steps=1)
-    rows = [
-        {
-            "split": "train",
-            "step": step,
-            "step_s": 0.5,
-            "data_wait_s": 0.125,
-            "attempt": 1,
-            "time": step * 0.5,
-        }
-        for step in range(1, 20_001)
-    ]
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    times = {"step_s": 0.5, "data_wait_s": 0.125, "attempt": 1}
+    rows = [{"split": "train", "step": step, "time": step * 0.5} | times for step in range(1, 20_001)]
+    write_rows(paths, rows)
     size, limit = paths.metrics.stat().st_size, 1 << 18
     some, share = spread_rows(paths.metrics, limit)
     assert share == limit / size < 0.2

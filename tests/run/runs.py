@@ -13,24 +13,12 @@ from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
+from tests.experiments import tiny_experiment
 
 
 def small_experiment(**changes: Any) -> Experiment:
-    return Experiment.model_validate(
-        {
-            "name": "small",
-            "task": "classification",
-            "model": {"name": "timm/resnet18"},
-            "data": {"name": "digits"},
-            "optimization": {
-                "steps": 10,
-                "global_batch_size": 8,
-                "micro_batch_size": 4,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-            },
-        }
-        | changes
-    )
+    optimization = {"steps": 10, "global_batch_size": 8} | changes.pop("optimization", {})
+    return tiny_experiment(optimization, **({"name": "small"} | changes))
 
 
 def small_run(folder: Path, **changes: Any) -> RunPaths:

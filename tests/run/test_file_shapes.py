@@ -67,7 +67,7 @@ def attempt(tmp_path: Path) -> AttemptPaths:
     return paths.attempt(claim_attempt(paths, "slurm", job="9", hosts=["n1"], restart=0))
 
 
-def _change(attempt: AttemptPaths, **changes: Any) -> None:
+def _change(attempt: AttemptPaths, /, **changes: Any) -> None:
     write_json(attempt.record, (read_json(attempt.record) or {}) | changes)
 
 
