@@ -75,3 +75,10 @@ def submitted(file: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def ready_runs() -> list[RunPaths]:
     """Return the runs whose scripted ranks are ready."""
     return [RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready")]
+
+
+def stderr_of(code: int, *arguments: str | Path) -> str:
+    """Run a command in this process that exits with ``code``; return what it wrote to stderr."""
+    done = hpc_train(*arguments)
+    assert done.code == code, done.err
+    return done.err

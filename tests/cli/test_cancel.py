@@ -21,7 +21,7 @@ from hpc_train.run.attempts import claim_attempt, job_ids, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, ready_runs, submitted
+from tests.cli.commands import hpc_train, ready_runs, stderr_of, submitted
 from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
@@ -203,8 +203,7 @@ def test_a_run_that_completes_first_stays_completed(programs: Programs, tmp_path
     write_json(completed, RunStatus("completed", 10, 10, attempt=1).to_json())
     programs.put("squeue", f"cp {completed} {paths.status}")
     programs.put("sacct", "exit 0")
-    done = hpc_train("cancel", "abc")
-    assert done.code == 0 and "completed before it could be cancelled" in done.err
+    assert "completed before it could be cancelled" in stderr_of(0, "cancel", "abc")
     assert read_status(paths).state == "completed" and not paths.cancelled.exists()
 
 

@@ -9,7 +9,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.files import write_json
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
@@ -69,8 +69,7 @@ def test_export_passes_the_exit_code_of_its_child_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", ["--best --step 3", "--last --best", "--last --step 3"])
 def test_options_that_select_different_checkpoints_are_refused(run: RunPaths, options: str) -> None:
     for command in (("export", "abc", "-o", "w.safetensors"), ("evaluate", "abc")):
-        done = hpc_train(*command, *options.split())
-        assert done.code == 2 and "exclude each other; use one of them" in done.err
+        assert "exclude each other; use one of them" in stderr_of(2, *command, *options.split())
 
 
 def test_export_to_an_unknown_suffix_is_reported(run: RunPaths) -> None:

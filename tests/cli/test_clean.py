@@ -12,7 +12,7 @@ from hpc_train.cli import clean as clean_module
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, newest_number, no_claims
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import Done, hpc_train
+from tests.cli.commands import Done, hpc_train, stderr_of
 from tests.end_to_end.runs import wait_for
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
@@ -141,16 +141,14 @@ def test_a_resumed_run_stays(
 
     before = _names(run)
     monkeypatch.setattr(clean_module, "_confirmed", resume)
-    done = hpc_train("clean", "abc")
-    assert (done.code, message in done.err) == (1, True), done.err
+    assert message in stderr_of(1, "clean", "abc")
     assert _names(run) == before
 
 
 def test_a_living_run_is_left_alone(run: RunPaths, tmp_path: Path) -> None:
     paths = small_run(tmp_path / "runs" / "other")  # pending, made by this living process
     paths.cache.mkdir()
-    done = hpc_train("clean", paths.folder, "--yes")
-    assert (done.code, "is pending" in done.err) == (1, True)
+    assert "is pending" in stderr_of(1, "clean", paths.folder, "--yes")
     assert paths.cache.exists()
 
 
@@ -207,8 +205,7 @@ def test_code_of_a_new_submit_stays(run: RunPaths, tmp_path: Path, monkeypatch: 
         return True
 
     monkeypatch.setattr(clean_module, "_confirmed", agree)
-    done = hpc_train("clean", "abc")
-    assert (done.code, str(taken) in done.err) == (0, True)
+    assert str(taken) in stderr_of(0, "clean", "abc")
     assert (taken.exists(), unused.exists()) == (True, False)
 
 

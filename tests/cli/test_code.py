@@ -12,7 +12,7 @@ from hpc_train.run.code import code_files
 from hpc_train.run.code.snapshot import linked
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs
-from tests.cli.commands import Done, hpc_train
+from tests.cli.commands import Done, hpc_train, stderr_of
 from tests.cli.launchers import COMPLETING, FAILING, requests
 from tests.run.code.trees import work_tree, write
 from tests.run.test_checkpoints import write_checkpoint
@@ -135,8 +135,7 @@ def test_code_new_takes_the_current_code_and_says_what_it_changes(failed: RunPat
 
 def test_code_new_replaces_a_snapshot_that_is_gone(failed: RunPaths) -> None:
     (linked(failed) or Path() / "snapshot.json").rename(runs_root() / "moved")
-    done = hpc_train("resume", failed.folder.name)
-    assert (done.code, "--code new" in done.err) == (74, True)
+    assert "--code new" in stderr_of(74, "resume", failed.folder.name)
     assert len(requests) == 1
     assert hpc_train("resume", failed.folder.name, "--code", "new", "--launcher", COMPLETING).code == 0
     assert linked(failed) is not None
@@ -150,5 +149,4 @@ def test_a_run_without_a_snapshot_gets_one(failed: RunPaths) -> None:
 
 
 def test_another_word_than_new_is_a_usage_error(failed: RunPaths) -> None:
-    done = hpc_train("resume", failed.folder.name, "--code", "newest")
-    assert (done.code, "write --code new" in done.err) == (2, True)
+    assert "write --code new" in stderr_of(2, "resume", failed.folder.name, "--code", "newest")

@@ -13,7 +13,7 @@ from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.run.runs import small_experiment
 
 _HISTORY = {
@@ -210,8 +210,7 @@ def test_a_key_that_ends_like_another_is_averaged_on_its_own(tmp_path: Path) -> 
     ],
 )
 def test_what_can_not_be_compared_is_refused(options: str, message: str) -> None:
-    done = hpc_train("compare", "small", *options.split())
-    assert done.code == 2 and message in done.err
+    assert message in stderr_of(2, "compare", "small", *options.split())
 
 
 @pytest.mark.usefixtures("seeds")

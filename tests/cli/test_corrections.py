@@ -14,7 +14,7 @@ from hpc_train.cli import command_options  # noqa: F401
 from hpc_train.cli.command_line import app
 from hpc_train.experiment.config.synonyms import other_commands, other_options
 from hpc_train.experiment.validate.loading import load
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 
 _GROUP: Any = get_command(app)
 _EXPERIMENT = """\
@@ -202,8 +202,7 @@ def test_a_file_of_another_kind_is_named(name: str, kind: str, command: str | No
     ],
 )
 def test_a_missing_file_is_answered_with_one_that_exists(word: str, answer: str) -> None:
-    done = hpc_train("validate", word)
-    assert done.code == 65 and answer in done.err
+    assert answer in stderr_of(65, "validate", word)
 
 
 def test_a_run_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hpc_train.cli.init import job_values
 from hpc_train.experiment.config.schema import Program
 from hpc_train.experiment.validate.loading import load
 from hpc_train.workloads.script_survey import Script, survey
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 
 NANOGPT = """
 import os
@@ -216,8 +216,7 @@ def test_a_script_that_can_t_be_read_is_refused(
     monkeypatch.chdir(tmp_path / "code")
     if text is not None:
         Path(path).write_text(text)
-    done = hpc_train("init", "--local", "--from-script", path)
-    assert done.code == 2 and words in done.err
+    assert words in stderr_of(2, "init", "--local", "--from-script", path)
     assert not Path("exp.yaml").exists()
 
 

@@ -18,7 +18,7 @@ from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.task_starts import STARTS
 from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.base import JobSection
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.cli.files import write_images
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
@@ -142,8 +142,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written(arguments: list[str], words: str) -> None:
-    done = hpc_train("init", "--local", *arguments)
-    assert done.code == 2 and words in done.err
+    assert words in stderr_of(2, "init", "--local", *arguments)
     assert not Path("exp.yaml").exists()
 
 
@@ -180,8 +179,7 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("hpc_train.cli.init._is_terminal", lambda: True)
     monkeypatch.setattr(sys, "stdin", Terminal("nonsense\ndetection\n\n/data/boxes\n\n"))
-    done = hpc_train("init", "--local")
-    assert done.code == 0 and "write one of classification" in done.err
+    assert "write one of classification" in stderr_of(0, "init", "--local")
     content = yaml.safe_load(Path("exp.yaml").read_text())
     data = content["data"]
     assert (content["task"], data["name"], data["root"]) == ("detection", "coco", "/data/boxes")

@@ -13,7 +13,7 @@ from hpc_train.run import find
 from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import read_status, write_status
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.cli.launchers import COMPLETING, FAILING
 from tests.run.runs import small_experiment
 from tests.run.test_checkpoints import write_checkpoint
@@ -39,8 +39,7 @@ def test_an_ambiguous_id_is_printed_with_its_experiment(file: Path, twins: list[
         done = hpc_train(command, name)
         assert name in done.err + done.out, command
     assert name in hpc_train("status").out
-    resumed = hpc_train("resume", name, "--launcher", COMPLETING)
-    assert resumed.code == 0 and f"{name}: completed at step 5/9" in resumed.err
+    assert f"{name}: completed at step 5/9" in stderr_of(0, "resume", name, "--launcher", COMPLETING)
     assert [read_status(paths).state for paths in twins] == ["failed", "completed"]
 
 
@@ -81,5 +80,4 @@ def test_what_is_skipped_is_named(command: list[str], hidden: Path) -> None:
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_a_run_that_may_not_be_read_is_not_unknown(command: list[str], hidden: Path) -> None:
     for word in ("bbb", "small/bbb", str(hidden)):
-        done = hpc_train(command[0], word, *command[1:])
-        assert (done.code, "exists, but you may not read it" in done.err) == (2, True), done
+        assert "exists, but you may not read it" in stderr_of(2, command[0], word, *command[1:])

@@ -15,7 +15,7 @@ from hpc_train.cli import evaluate
 from hpc_train.cli.evaluate import say_skipped, write_rows
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
@@ -76,24 +76,20 @@ def test_a_checkpoint_that_is_not_there_is_named(run: RunPaths, options: list[st
     begin_attempt(run, 1)
     for step in (5, 10):
         write_checkpoint(run, step, attempt=1)
-    done = hpc_train("evaluate", run.folder, *options)
-    assert done.code == 2 and said in done.err
+    assert said in stderr_of(2, "evaluate", run.folder, *options)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "causal_lm"])
 def test_a_task_that_cant_predict_is_refused(task: str, tmp_path: Path) -> None:
     run = small_run(tmp_path / "runs", task=task, **OWN_PARTS)
-    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
-    assert done.code == 2
-    assert f"task: {task} can't predict; classification, regression, detection and your own tasks" in done.err
+    error = stderr_of(2, "predict", run.folder, "-o", tmp_path / "out.csv")
+    assert f"task: {task} can't predict; classification, regression, detection and your own tasks" in error
 
 
 def test_boxes_are_refused_as_a_table(tmp_path: Path) -> None:
     run = small_run(tmp_path / "runs", task="detection", **OWN_PARTS)
-    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
-    assert (
-        done.code == 2 and "-o: predictions of detection can't be written as .csv; name a .jsonl" in done.err
-    )
+    error = stderr_of(2, "predict", run.folder, "-o", tmp_path / "out.csv")
+    assert "-o: predictions of detection can't be written as .csv; name a .jsonl" in error
     assert "has no checkpoint yet" in hpc_train("predict", run.folder, "-o", tmp_path / "out.jsonl").err
 
 

@@ -12,7 +12,7 @@ from hpc_train.cli.replay import _replayed
 from hpc_train.paths import RunPaths
 from hpc_train.report.replayed_steps import Replay, replay_text
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import hpc_train
+from tests.cli.commands import stderr_of
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
@@ -66,8 +66,7 @@ def test_mistakes_are_named_before_any_rank_starts(
     run: RunPaths, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LocalLauncher", None)
-    done = hpc_train("replay", *words)
-    assert done.code == 2 and message in done.err, done.err
+    assert message in stderr_of(2, "replay", *words)
 
 
 @pytest.mark.parametrize(("first", "begin"), [(1, 0), (5, 0), (6, 5), (10, 5), (11, 10), (20, 10)])

@@ -19,7 +19,7 @@ from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, python
+from tests.cli.commands import hpc_train, python, stderr_of
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
 from tests.run.runs import change_facts, change_record, record_of
@@ -44,8 +44,7 @@ def test_a_failed_run_continues_in_its_next_attempt_until_it_is_completed(failed
     assert done.code == 0
     assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
     assert json.loads(done.out)["runs"][0]["state"] == "completed"
-    done = hpc_train("resume", failed.folder)
-    assert (done.code, "completed already" in done.err) == (0, True)
+    assert "completed already" in stderr_of(0, "resume", failed.folder)
     assert [request.attempt for request in requests] == [1, 2]
 
 
@@ -87,8 +86,7 @@ def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
     own = "optimization.optimizer.lr=0.5 name=other"
     assert f"exp.yaml {own} --launcher {FAILING}`" in done.err
     assert "model.init_from" not in done.err
-    done = hpc_train("resume", failed.folder, "parallel.sync_batchnorm=true")
-    assert (done.code, "would make" in done.err) == (2, True)
+    assert "would make" in stderr_of(2, "resume", failed.folder, "parallel.sync_batchnorm=true")
     write_checkpoint(failed, 5, attempt=1)
     done = hpc_train("resume", failed.folder, "optimization.epochs=9")
     assert f"exp.yaml optimization.epochs=9 model.init_from={failed.folder.name} --launcher" in done.err
@@ -132,8 +130,7 @@ def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) 
 def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths, options: list[str]) -> None:
     claim_attempt(failed, "local")  # by this process
     write_status(failed, RunStatus(state="running", attempt=2))
-    done = hpc_train("resume", failed.folder, *options)
-    assert (done.code, f"process {os.getpid()}" in done.err) == (1, True)
+    assert f"process {os.getpid()}" in stderr_of(1, "resume", failed.folder, *options)
     assert (len(requests), newest_number(failed)) == (1, 2)
 
 
@@ -144,8 +141,7 @@ def test_an_unsafe_run_loads_nothing(
     monkeypatch.syspath_prepend(tmp_path)
     change_facts(failed, launcher="planted_launcher:Launcher")
     failed.folder.chmod(0o770)
-    ended = hpc_train("resume", failed.folder)
-    assert (ended.code, "`chmod go-w" in ended.err) == (1, True), ended.err
+    assert "`chmod go-w" in stderr_of(1, "resume", failed.folder)
     assert "planted_launcher" not in sys.modules
 
 
@@ -205,18 +201,16 @@ def test_a_run_whose_machine_is_gone_is_over_after_ten_silent_minutes(failed: Ru
 def test_a_run_whose_machine_is_gone_can_be_submitted_again(failed: RunPaths, file: Path) -> None:
     _on_a_machine_that_is_gone(failed, 60 * 24 * 3)
     write_checkpoint(failed, 4, attempt=2)
-    done = hpc_train("submit", file, "--local", "--launcher", FAILING)
-    assert done.code == 1
-    assert "failed (no sign of life from spot-7 for 3 days)" in done.err
-    assert f"`hpc-train resume {failed.folder.name}` continues from step 4" in done.err
+    error = stderr_of(1, "submit", file, "--local", "--launcher", FAILING)
+    assert "failed (no sign of life from spot-7 for 3 days)" in error
+    assert f"`hpc-train resume {failed.folder.name}` continues from step 4" in error
 
 
 def test_a_run_with_a_recent_heartbeat_needs_the_named_option_to_resume(failed: RunPaths) -> None:
     _on_a_machine_that_is_gone(failed, 2)
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert done.code == 1
-    assert "may still run on spot-7 (last sign of life 2 min ago)" in done.err
-    assert f"`hpc-train resume {failed.folder.name} --take-over`" in done.err
+    error = stderr_of(1, "resume", failed.folder, "--launcher", COMPLETING)
+    assert "may still run on spot-7 (last sign of life 2 min ago)" in error
+    assert f"`hpc-train resume {failed.folder.name} --take-over`" in error
     assert newest_number(failed) == 2
     assert hpc_train("resume", failed.folder, "--take-over", "--launcher", COMPLETING).code == 0
     assert requests[-1].attempt == 3
@@ -232,13 +226,11 @@ def test_changes_of_an_active_run_are_checked_and_lead_to_cancel_and_resume(file
     hpc_train("submit", file, "--launcher", QUEUE)
     (paths,) = find_runs([])
     run = paths.folder.name
-    done = hpc_train("resume", run, "slurm.time_limit=2h")
-    assert done.code == 1
-    assert f"`hpc-train cancel {run} && hpc-train resume {run} slurm.time_limit=2h`" in done.err
+    error = stderr_of(1, "resume", run, "slurm.time_limit=2h")
+    assert f"`hpc-train cancel {run} && hpc-train resume {run} slurm.time_limit=2h`" in error
     assert "to apply" not in hpc_train("resume", run).err
     assert hpc_train("resume", run, "slurm.time_limit=soon").code == 65
-    done = hpc_train("resume", run, "seed=5")
-    assert (done.code, "seed: would make" in done.err) == (2, True)
+    assert "seed: would make" in stderr_of(2, "resume", run, "seed=5")
     assert len(queued) == 1
 
 
@@ -268,9 +260,7 @@ def test_a_run_that_another_launcher_has_queued_is_refused(failed: RunPaths, sta
     done = python("-m", "hpc_train", "resume", failed.folder, "--launcher", QUEUEING)
     assert (done.code, "queued" in done.err) == (0, True), done.err
     write_status(failed, RunStatus(state=state, attempt=2))
-    done = hpc_train("resume", failed.folder)
-    assert done.code == 1
-    assert f"is {state} with launcher {QUEUEING}" in done.err
+    assert f"is {state} with launcher {QUEUEING}" in stderr_of(1, "resume", failed.folder)
     assert read_status(failed).state == state
     assert newest_number(failed) == 2
 
@@ -333,11 +323,9 @@ def test_changes_that_ranks_of_a_queue_refused_are_dropped(cancelled: list[RunPa
 def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]) -> None:
     files = [path for run in cancelled for path in (run.run, run.status, run.cancelled)]
     before = [path.read_text() for path in files]
-    done = hpc_train("resume", "tiny", "--devices", "2")
-    assert (done.code, "--devices: is for this machine" in done.err) == (2, True)
+    assert "--devices: is for this machine" in stderr_of(2, "resume", "tiny", "--devices", "2")
     refusals.append("slurm.nodes: too many")
-    done = hpc_train("resume", "tiny", "slurm.nodes=3")
-    assert (done.code, "slurm.nodes: too many" in done.err) == (65, True)
+    assert "slurm.nodes: too many" in stderr_of(65, "resume", "tiny", "slurm.nodes=3")
     assert [path.read_text() for path in files] == before
 
 
@@ -345,8 +333,7 @@ def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(cancelled: list[R
     for paths in cancelled:
         write_status(paths, RunStatus("pending"))
     (cancelled[1].folder / "unsubmitted").touch()
-    done = hpc_train("resume", "tiny")
-    assert (done.code, "is pending on a queue; `hpc-train cancel" in done.err) == (1, True)
+    assert "is pending on a queue; `hpc-train cancel" in stderr_of(1, "resume", "tiny")
     assert [run.paths for run in queued[-1]] == [cancelled[1]]
 
 
@@ -363,8 +350,7 @@ def test_a_run_of_a_queue_continues_here_and_back(cancelled: list[RunPaths]) -> 
 
 def test_slurm_needs_its_section(failed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.launchers.slurm.sbatch.check_programs", lambda: None)
-    done = hpc_train("resume", failed.folder, "--launcher", "slurm")
-    assert (done.code, "slurm: is missing" in done.err) == (65, True)
+    assert "slurm: is missing" in stderr_of(65, "resume", failed.folder, "--launcher", "slurm")
 
 
 def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
@@ -391,12 +377,10 @@ def _on_images(file: Path, root: Path, launcher: str = FAILING) -> RunPaths:
 def test_a_run_is_not_resumed_on_other_data(file: Path, roots: tuple[Path, Path], tmp_path: Path) -> None:
     run = _on_images(file, roots[0])
     write_checkpoint(run, 3, attempt=1)
-    done = hpc_train("resume", run.folder, f"data.root={roots[1]}", "--launcher", COMPLETING)
-    assert done.code == 65
-    assert f"data.root: the files are not those that {run.folder.name} was trained on so far" in done.err
+    error = stderr_of(65, "resume", run.folder, f"data.root={roots[1]}", "--launcher", COMPLETING)
+    assert f"data.root: the files are not those that {run.folder.name} was trained on so far" in error
     shutil.move(roots[0], tmp_path / "moved")
-    done = hpc_train("resume", run.folder)
-    assert done.code == 65 and f"data.root: {roots[0]} does not exist on this machine" in done.err
+    assert f"data.root: {roots[0]} does not exist on this machine" in stderr_of(65, "resume", run.folder)
     assert newest_number(run) == 1
     assert _resume(run.folder, f"data.root={tmp_path / 'moved'}", "--launcher", COMPLETING) == 0
 
@@ -406,8 +390,7 @@ def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, roots: 
     run = _on_images(file, root, QUEUE)
     write_status(run, RunStatus("cancelled"))
     shutil.rmtree(root / "train")
-    done = hpc_train("resume", run.folder)
-    assert done.code == 65 and f"data.root: {root} has no folder train" in done.err
+    assert f"data.root: {root} has no folder train" in stderr_of(65, "resume", run.folder)
     shutil.rmtree(root)
     root.mkdir()  # only the nodes mount it
     assert hpc_train("resume", run.folder).code == 0

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.console import fitted
 from hpc_train.paths import RunPaths, runs_root
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.report.made_runs import made_sweep
 from tests.run.runs import change_facts, small_run
 
@@ -47,8 +47,7 @@ def test_runs_are_sorted_by_a_swept_key_or_a_column(sweep: list[RunPaths]) -> No
     values = [row["last_metric"]["value"] for row in rows]
     assert values == sorted(values)
     assert rows[0]["usage"]["time"]["training"] > 0
-    done = hpc_train("status", "--sort", "stat")
-    assert (done.code, "did you mean state?" in done.err) == (2, True)
+    assert "did you mean state?" in stderr_of(2, "status", "--sort", "stat")
 
 
 def test_only_failed_runs(sweep: list[RunPaths]) -> None:
