@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import StorageError, TransientStorageError
-from hpc_train.run import storage_errors
-from hpc_train.run.metric_rows import MetricsFile, iter_rows
+from hpc_train.run import metric_rows, storage_errors
+from hpc_train.run.metric_rows import MetricsFile, iter_rows, lines_from_end
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -239,3 +239,23 @@ def test_a_later_attempts_file_is_not_written_to(
     with pytest.raises(StorageError, match="another attempt has replaced the file"):
         file.append(row(2))
     assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("text", [b"", b"\n", b"a", b"a\n", b"a\nbb", b"\na\n\nbbb\r\nc\n", b"\r\n\r\n"])
+def test_lines_come_from_the_end_with_their_offsets(
+    text: bytes, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_rows, "_BLOCK_BYTES", block_bytes)
+    path = tmp_path / "file"
+    path.write_bytes(text)
+    with path.open("rb") as file:
+        forward, offset = [], 0
+        for line in file:
+            forward.append((offset, line))
+            offset += len(line)
+        assert list(lines_from_end(file)) == forward[::-1]
+
+
+def test_a_file_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
+    assert list(iter_rows(tmp_path / "metrics.jsonl")) == []
