@@ -17,7 +17,6 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
 from tests.cli.commands import hpc_train, stderr_of
 from tests.run.runs import small_run
-from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 ROWS = [
     {"index": 0, "file": "a,b.png", "class": "cat", "probability": 0.5, "top": [{"class": "cat"}]},
@@ -72,11 +71,8 @@ def test_mistakes_are_named_before_any_rank_starts(
         (["--best"], "has no best checkpoint; omit --best, or train with checkpoint.best"),
     ],
 )
-def test_a_checkpoint_that_is_not_there_is_named(run: RunPaths, options: list[str], said: str) -> None:
-    begin_attempt(run, 1)
-    for step in (5, 10):
-        write_checkpoint(run, step, attempt=1)
-    assert said in stderr_of(2, "evaluate", run.folder, *options)
+def test_a_checkpoint_that_is_not_there_is_named(saved: RunPaths, options: list[str], said: str) -> None:
+    assert said in stderr_of(2, "evaluate", saved.folder, *options)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "causal_lm"])

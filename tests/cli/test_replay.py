@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +12,12 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.replayed_steps import Replay, replay_text
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import stderr_of
-from tests.run.runs import small_run
-from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    paths = small_run(tmp_path / "runs")
-    begin_attempt(paths, 1)
-    for step in (5, 10):
-        write_checkpoint(paths, step, attempt=1)
-    write_status(paths, RunStatus(total_steps=20))
-    return paths
+def run(saved: RunPaths) -> RunPaths:
+    write_status(saved, RunStatus(total_steps=20))
+    return saved
 
 
 @pytest.mark.parametrize(

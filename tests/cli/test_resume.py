@@ -14,7 +14,7 @@ from hpc_train.errors import TryAgainError
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.lookup import load_launcher
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, newest_number, tell_end
+from hpc_train.run.attempts import claim_attempt, newest_number
 from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.find import find_runs
@@ -307,17 +307,6 @@ def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) 
     experiment = queued[-1][0].experiment
     assert experiment.data.workers == 1
     assert experiment.slurm is not None and experiment.slurm.nodes == 3
-
-
-def test_changes_that_ranks_of_a_queue_refused_are_dropped(cancelled: list[RunPaths]) -> None:
-    run = cancelled[0]
-    assert _resume(run.folder, "parallel.strategy=fsdp") == 0
-    number = claim_attempt(run, QUEUE, job="7")
-    tell_end(run.attempt(number), 1, 65)
-    write_status(run, RunStatus("failed", attempt=number))
-    done = hpc_train("resume", run.folder)
-    assert "omits parallel.strategy=fsdp" in done.err
-    assert [entered[0].experiment.parallel.strategy for entered in queued[-2:]] == ["fsdp", "ddp"]
 
 
 def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]) -> None:

@@ -26,11 +26,6 @@ from tests.loggers.wandb_files import context, events_in, read_run, row
 from tests.loggers.wandb_server import WandbServer
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
-
-
 def image_of(step: int, attempt: int) -> bytes:
     return png(Image.new("RGB", (5, 4), (step, attempt, 0)))
 

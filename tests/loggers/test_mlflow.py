@@ -35,12 +35,6 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    (tmp_path / "cifar" / "run1").mkdir(parents=True)
-    return RunPaths(tmp_path / "cifar" / "run1")
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> str:
     return f"file://{tmp_path}/mlruns"
 

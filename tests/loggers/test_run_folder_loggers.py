@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +20,6 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.loggers.wandb_files import context, row, scalars
 from tests.waiting import HANG_LIMIT_S, came_true
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
 
 
 def begin(run: RunPaths, attempt: int, step: int) -> MetricsWriter:

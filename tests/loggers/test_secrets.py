@@ -49,12 +49,6 @@ def _secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    (tmp_path / "cifar" / "run1").mkdir(parents=True)
-    return RunPaths(tmp_path / "cifar" / "run1")
-
-
 def leaks(folder: Path, outputs: Any) -> list[str]:
     """Return where the marker is: in files of the folder, or in what was printed."""
     files = [path for path in folder.rglob("*") if path.is_file()]

@@ -21,11 +21,6 @@ from tests.loggers.wandb_server import ServedRun, WandbServer
 from tests.waiting import HANG_LIMIT_S
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
-
-
 def write(run: RunPaths, attempt: int, steps: range, kept: int = 0) -> None:
     """Resume at step ``kept``, then write the rows of ``steps``."""
     file = MetricsFile(run.metrics, kept)

@@ -15,7 +15,6 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import EventLog, claim_attempt, tell_end
 from hpc_train.run.create import (
-    Origin,
     create_run,
     effective_experiment,
     note_change,
@@ -45,6 +44,7 @@ def test_a_new_run_is_private_whole_and_pending(tmp_path: Path) -> None:
         "attempt": 0,
         "reason": None,
     }
+    assert origin_of(paths) is None
     run = read_json(paths.run)
     assert run is not None
     assert (run["version"], run["id"], run["name"]) == (1, "abc", "small")
@@ -147,15 +147,6 @@ def test_a_change_needs_a_readable_run(tmp_path: Path) -> None:
     paths.run.write_text("{")
     with pytest.raises(StorageError, match=r"run\.json: missing or not written by hpc-train"):
         note_change(paths, 2, ["data.workers=4"])
-
-
-def test_the_file_that_a_run_was_made_of_is_noted(tmp_path: Path) -> None:
-    assert origin_of(small_run(tmp_path / "unknown")) is None
-    paths = RunPaths(tmp_path / "small" / "abc")
-    origin = Origin("/home/ada/exp.yaml", ["seed=1"])
-    create_run(paths, small_experiment(), "abc", 10, origin=origin)
-    assert (read_json(paths.run) or {})["source"] == {"file": "/home/ada/exp.yaml", "overrides": ["seed=1"]}
-    assert origin_of(paths) == origin
 
 
 def test_versions_are_noted_with_the_attempt_that_has_others_first(tmp_path: Path) -> None:
