@@ -40,31 +40,38 @@ def hpc_train(*arguments: str | Path) -> Done:
     return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
-def python(*arguments: str | Path) -> Done:
+def python(
+    *arguments: str | Path, cwd: Path | None = None, limit_s: float | None = HANG_LIMIT_S, **environment: str
+) -> Done:
     """Run Python to its end, this checkout importable."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
         capture_output=True,
         text=True,
-        timeout=HANG_LIMIT_S,
+        timeout=limit_s,
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-@contextmanager
-def submitted(file: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Submit runs of one scripted rank each, in a process that ends with the context."""
-    options = ["--launcher", "tests.cli.launchers:Scripted", *arguments]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", "submit", str(file), *options],
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Start a command as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpc_train", *map(str, arguments)],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextmanager
+def submitted(file: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Submit runs of one scripted rank each, in a process that ends with the context."""
+    process = start("submit", file, "--launcher", "tests.cli.launchers:Scripted", *arguments)
     try:
         yield process
     finally:

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.files import write_json
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import REPOSITORY, hpc_train, python
+from tests.cli.commands import hpc_train, python, start
 from tests.cli.launchers import COMPLETING
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
@@ -144,19 +141,9 @@ def test_of_several_runs_each_is_told_apart_and_the_last_can_be_chosen(file: Pat
     assert (done[0], done[1]) == (0, "seed 2\n") and "seed=2" in done[2]
 
 
-def _follow() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", "logs", "-f", "abc"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
 def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
-    process = _follow()
+    process = start("logs", "-f", "abc")
     assert process.stdout is not None
     assert process.stdout.readline() == "attempt 2 rank 0\n"
     with run.attempt(2).log(0).open("a") as log:
@@ -218,7 +205,7 @@ def test_following_continues_through_a_requeue(tmp_path: Path, monkeypatch: pyte
     begin(paths, "12")
     paths.attempt(1).log(0).write_text("one\n")
     write_status(paths, RunStatus(state="requeued", attempt=1, reason="preempted at step 4"))
-    process = _follow()
+    process = start("logs", "-f", "abc")
     assert process.stdout is not None
     assert process.stdout.readline() == "one\n"
     begin(paths, "12", restart=1)

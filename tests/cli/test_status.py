@@ -91,14 +91,8 @@ def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
     _attempt(paths, "completed", begin="00:01.000", first_step="00:02.000")
     assert _row()["restart"] is None, "a first attempt was not interrupted"
     _attempt(paths, "preemption", signal="00:10.000", saved="00:11.250", requeue="00:13.000")
-    none = {
-        "cause": None,
-        "in_place": False,
-        "signal_to_saved_s": None,
-        "saved_to_requeue_s": None,
-        "requeue_to_begin_s": None,
-        "begin_to_first_step_s": None,
-    }
+    times = ("signal_to_saved_s", "saved_to_requeue_s", "requeue_to_begin_s", "begin_to_first_step_s")
+    none = dict.fromkeys(("cause", *times)) | {"in_place": False}
     parts = none | {"cause": "preemption", "signal_to_saved_s": 1.25, "saved_to_requeue_s": 1.75}
     assert _row()["restart"] == parts
     _attempt(paths, None, begin="00:20.000")

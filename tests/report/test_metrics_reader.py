@@ -126,14 +126,9 @@ def test_detectors_are_compared_by_average_precision() -> None:
 
 
 _VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=5),
-    st.just(["val"]),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(["val"]),
     st.just("val"),
-)
+)  # fmt: skip
 _ROWS = st.fixed_dictionaries(
     {
         "split": st.sampled_from(["train", "val", "test", 'a "val" b', None]),

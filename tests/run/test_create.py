@@ -25,6 +25,7 @@ from hpc_train.run.create import (
     refused_changes,
 )
 from hpc_train.run.files import read_json
+from hpc_train.run.run_status import RunStatus, read_status
 from hpc_train.run.versions import versions
 from tests.run.code.trees import git, work_tree
 from tests.run.runs import small_experiment, small_run
@@ -35,15 +36,7 @@ def test_a_new_run_is_private_whole_and_pending(tmp_path: Path) -> None:
     for folder in (paths.folder, paths.folder.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert frozen_experiment.read(paths) == small_experiment()
-    assert read_json(paths.status) == {
-        "version": 1,
-        "state": "pending",
-        "step": 0,
-        "total_steps": 10,
-        "epoch": 0.0,
-        "attempt": 0,
-        "reason": None,
-    }
+    assert read_status(paths) == RunStatus("pending", 0, 10)
     assert origin_of(paths) is None
     run = read_json(paths.run)
     assert run is not None
