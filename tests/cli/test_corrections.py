@@ -130,9 +130,7 @@ ANSWERS = {
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+def in_folder(_little_code: None) -> None:
     Path("exp.yaml").write_text(_EXPERIMENT, encoding="utf-8")
 
 
@@ -205,8 +203,7 @@ def test_a_missing_file_is_answered_with_one_that_exists(word: str, answer: str)
     assert answer in stderr_of(65, "validate", word)
 
 
-def test_a_run_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def test_a_run_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs" / "digits" / "abc123").mkdir(parents=True)
     for word in ("digits", "abc123", "abc", "digits/abc123"):
         assert f"`hpc-train resume {word}` continues it" in hpc_train("submit", word).err

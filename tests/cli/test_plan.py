@@ -213,8 +213,7 @@ def _refused(file: Loaded, plan: Plan) -> list[str]:
     return preflight.never_starting(_TwoJobs(), file, plan.name, preflight.to_submit(plan))
 
 
-def test_only_runs_that_would_be_submitted_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def test_only_runs_that_would_be_submitted_count(tmp_path: Path) -> None:
     file = loaded(tmp_path, "sweep.grid={seed: [1, 2, 3, 4]}", more="slurm: {}\n")
     plan = plan_on_slurm(file)
     assert len(_refused(file, plan)) == 1

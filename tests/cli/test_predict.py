@@ -56,7 +56,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_mistakes_are_named_before_any_rank_starts(
     run: RunPaths, words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(run.folder.parents[1]))
     monkeypatch.chdir(tmp_path)
     Path("there.csv").touch()
     Path("link.csv").symlink_to("there.csv")
