@@ -84,6 +84,13 @@ def ready_runs() -> list[RunPaths]:
     return [RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready")]
 
 
+def succeeded(*arguments: str | Path) -> Done:
+    """Run a command in this process that must exit 0."""
+    done = hpc_train(*arguments)
+    assert done.code == 0, done.err
+    return done
+
+
 def stderr_of(code: int, *arguments: str | Path) -> str:
     """Run a command in this process that exits with ``code``; return what it wrote to stderr."""
     done = hpc_train(*arguments)

@@ -23,7 +23,7 @@ from hpc_train.cli.app import app
 from hpc_train.cli.command_line import FUNCTIONS, exit_code_of
 from hpc_train.cli.command_options import SubmitOptions
 from hpc_train.paths import runs_root
-from tests.cli.commands import REPOSITORY, hpc_train, python
+from tests.cli.commands import REPOSITORY, hpc_train, python, succeeded
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
 from tests.waiting import HANG_LIMIT_S
@@ -217,8 +217,7 @@ def test_names_of_files_are_utf_8_in_a_locale_without_it(file: Path, tmp_path: P
 def test_submit_names_the_folders_owner(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "shared"
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(runs))
-    done = hpc_train("plan", file, "--local", "--json")
-    assert done.code == 0
+    done = succeeded("plan", file, "--local", "--json")
     name = json.loads(done.out)["name"]
     (runs / name).mkdir(mode=0o700, parents=True)
     os.chown(runs / name, 12345, -1)

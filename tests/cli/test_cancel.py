@@ -21,7 +21,7 @@ from hpc_train.run.attempts import claim_attempt, job_ids, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, ready_runs, stderr_of, submitted
+from tests.cli.commands import hpc_train, ready_runs, stderr_of, submitted, succeeded
 from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
@@ -164,8 +164,7 @@ def test_a_half_submitted_run_is_cancelled_with_its_unrecorded_held_job(
     held = f'*--format=%F*) echo "12|{submission.folder}/12_submission.sh";;'
     row = '12 PENDING JobHeldUser 0 "" "" 0 "" small /x.sh'
     _runs_until_cancelled(programs, tmp_path / "gone", row, held)
-    done = hpc_train("cancel", "def")
-    assert done.code == 0, done.err
+    succeeded("cancel", "def")
     assert programs.calls("scancel") == ["12"]
     assert (read_status(paths).state, job_ids(read_json(paths.run) or {})) == ("cancelled", ["12"])
 

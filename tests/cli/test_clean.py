@@ -12,7 +12,7 @@ from hpc_train.cli import clean as clean_module
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, newest_number, no_claims
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import Done, hpc_train, stderr_of
+from tests.cli.commands import Done, hpc_train, stderr_of, succeeded
 from tests.end_to_end.runs import wait_for
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
@@ -51,8 +51,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, text: str, command: str = "clean", *
 
 
 def test_the_newest_whole_checkpoint_and_what_is_not_ours_stay(run: RunPaths) -> None:
-    done = hpc_train("clean", "abc", "--yes")
-    assert done.code == 0
+    done = succeeded("clean", "abc", "--yes")
     assert _names(run) == {"step-00000015", "mine"}
     assert not run.cache.exists()
     assert run.metrics.parent.exists() and run.experiment.exists()
@@ -189,8 +188,7 @@ def test_code_that_no_run_uses_goes(run: RunPaths, tmp_path: Path) -> None:
         (folder / "code").symlink_to(os.path.relpath(snapshot, folder))
     (other / "loop").mkdir()
     (other / "loop" / "code").symlink_to("code")  # leads to itself
-    done = hpc_train("clean", "abc", "--yes")
-    assert done.code == 0, done.err
+    done = succeeded("clean", "abc", "--yes")
     assert set((root / ".code").iterdir()) == {of_run, of_another, of_one_being_made, new}
     for gone in (unused, unfinished):
         assert f"{gone}  0.0 MB  code that no run uses" in done.err

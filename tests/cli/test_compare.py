@@ -16,7 +16,7 @@ from hpc_train.run.code import snapshot
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import hpc_train, stderr_of
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.run.code.trees import take, work_tree
 from tests.run.runs import change_facts, small_experiment
 
@@ -258,8 +258,7 @@ def pair(tmp_path: Path) -> tuple[RunPaths, RunPaths]:
 
 def test_keys_versions_and_code_are_shown_as_diffs(pair: tuple[RunPaths, RunPaths]) -> None:
     versions = (read_json(pair[0].run) or {})["versions"]
-    done = hpc_train("compare", "aaa", "bbb", "--diff")
-    assert done.code == 0, done.err
+    done = succeeded("compare", "aaa", "bbb", "--diff")
     assert done.out.splitlines() == [
         "--- aaa",
         "+++ bbb",
@@ -327,8 +326,7 @@ def test_a_snapshot_that_is_gone_hides_nothing_else(pair: tuple[RunPaths, RunPat
     folder = snapshot.linked(pair[1])
     assert folder is not None
     shutil.rmtree(folder)
-    done = hpc_train("compare", "aaa", "bbb", "--diff")
-    assert done.code == 0
+    done = succeeded("compare", "aaa", "bbb", "--diff")
     assert "+ seed: 3" in done.out and "the code that this run uses is gone" in done.out
 
 

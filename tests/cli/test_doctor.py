@@ -11,7 +11,7 @@ from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import Finding, Level
 from tests.cli import launchers
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, succeeded
 from tests.launchers.slurm.clusters import RECORDED
 from tests.launchers.slurm.programs import Programs, put_programs_first
 
@@ -66,8 +66,7 @@ def test_errors_come_first_with_reason_and_remedy_and_exit_1(machine: list[Findi
 
 def test_without_a_scheduler_runs_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = hpc_train("doctor")
-    assert done.code == 0, done.out
+    done = succeeded("doctor")
     assert "warning  scontrol: no such program here" in done.out and "with --local only" in done.out
     assert hpc_train("doctor", "--submit").code == 69
 

@@ -13,7 +13,7 @@ from hpc_train.cli.init import job_values
 from hpc_train.experiment.config.schema import Program
 from hpc_train.experiment.validate.loading import load
 from hpc_train.workloads.script_survey import Script, survey
-from tests.cli.commands import hpc_train, stderr_of
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 
 NANOGPT = """
 import os
@@ -173,8 +173,7 @@ LINES = {
 def test_the_file_validates_and_has_what_the_script_says(style: str) -> None:
     text, expected, step_line = CASES[style]
     Path(f"{style}.py").write_text(text)
-    done = hpc_train("init", "--local", "--from-script", f"{style}.py", "--json")
-    assert done.code == 0, done.err
+    done = succeeded("init", "--local", "--from-script", f"{style}.py", "--json")
     job = load(Path("exp.yaml")).experiment
     assert isinstance(job, Program)
     program = job.program.model_dump(exclude_defaults=True)

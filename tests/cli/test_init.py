@@ -18,7 +18,7 @@ from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.task_starts import STARTS
 from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.base import JobSection
-from tests.cli.commands import hpc_train, stderr_of
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
@@ -26,8 +26,7 @@ from tests.datasets.sources.masks import write_folder
 
 def written(*arguments: str | Path, name: str = "exp.yaml") -> str:
     """Write a file for this machine in the current folder; return its text."""
-    done = hpc_train("init", "--local", "-y", "-o", name, *arguments)
-    assert done.code == 0, done.err
+    succeeded("init", "--local", "-y", "-o", name, *arguments)
     return Path(name).read_text(encoding="utf-8")
 
 

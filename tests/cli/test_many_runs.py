@@ -14,7 +14,7 @@ from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.calls import Work, count_calls, work_of
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, succeeded
 from tests.cli.launchers import QUEUE
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
@@ -27,8 +27,7 @@ _FEW, _MANY = 3, 9
 def _submit(file: Path, runs: int, monkeypatch: pytest.MonkeyPatch) -> Work:
     def submit() -> None:
         name, seeds = f"name=of{runs}", f"sweep.grid={{seed: {list(range(runs))}}}"
-        done = hpc_train("submit", file, name, seeds, "--launcher", QUEUE)
-        assert done.code == 0, done.err
+        succeeded("submit", file, name, seeds, "--launcher", QUEUE)
 
     return work_of(submit, monkeypatch)
 

@@ -12,7 +12,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.files import read_json
 from hpc_train.run.run_status import read_status
-from tests.cli.commands import hpc_train, stderr_of
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import add_job, begin
 from tests.launchers.slurm.test_submission import _runs
@@ -68,8 +68,7 @@ def test_resume_is_refused_and_names_the_option(run: RunPaths, programs: Program
 
 
 def test_with_take_over_it_is_submitted_here(run: RunPaths, programs: Programs) -> None:
-    done = hpc_train("resume", run.folder, "--take-over")
-    assert done.code == 0, done.err
+    succeeded("resume", run.folder, "--take-over")
     assert [call.startswith("--test-only") for call in programs.calls("sbatch")] == [True, False]
     facts = read_json(run.run) or {}
     assert (job_ids(facts), facts["slurm_clusters"]) == (["12", "34"], ["there", "here"])

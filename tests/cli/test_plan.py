@@ -18,7 +18,7 @@ from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
-from tests.cli.commands import hpc_train, stderr_of
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
 from tests.plan.files import loaded, plan_on_slurm
@@ -26,8 +26,7 @@ from tests.report.made_runs import made_sweep
 
 
 def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
-    done = hpc_train("plan", file, "sweep.grid={seed: [1, 2]}")
-    assert done.code == 0
+    done = succeeded("plan", file, "sweep.grid={seed: [1, 2]}")
     heads, first, second = done.out.splitlines()
     assert heads.startswith("run") and heads.endswith("with")
     assert "degrees" not in heads and "bubble" not in heads, "its ranks share no layers"
@@ -35,15 +34,13 @@ def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
 
 
 def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
-    done = hpc_train("plan", file, "--local", "--devices", "8", "--json")
-    assert done.code == 0
+    done = succeeded("plan", file, "--local", "--devices", "8", "--json")
     assert json.loads(done.out)["runs"]
     assert "needs at most 4 ranks" in done.err
 
 
 def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
-    done = hpc_train("plan", file, "slurm={nodes: 2, partition: low}", "--script")
-    assert done.code == 0
+    done = succeeded("plan", file, "slurm={nodes: 2, partition: low}", "--script")
     assert "#SBATCH --partition=low" in done.out
     assert "#SBATCH" not in hpc_train("plan", file, "slurm={nodes: 2, partition: low}").out
     (script,) = json.loads(hpc_train("plan", file, "slurm={nodes: 2}", "--json").out)["scripts"]
@@ -75,8 +72,7 @@ def test_a_plan_without_a_job_has_no_script(file: Path) -> None:
 
 
 def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
-    done = hpc_train("plan", file, "slurm={profile: nowhere}")
-    assert done.code == 0
+    done = succeeded("plan", file, "slurm={profile: nowhere}")
     assert done.out.startswith("run ")
     assert "slurm.profile" in done.err
 
@@ -234,8 +230,7 @@ _THROUGHPUT = ("--throughput", "0.016")
 
 
 def cost(*arguments: str | Path) -> dict[str, Any]:
-    done = hpc_train("plan", *arguments, "--json")
-    assert done.code == 0, done.err
+    done = succeeded("plan", *arguments, "--json")
     found: dict[str, Any] = json.loads(done.out)["cost"]
     return found
 

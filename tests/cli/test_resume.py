@@ -19,7 +19,7 @@ from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, python, stderr_of
+from tests.cli.commands import hpc_train, python, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
 from tests.run.runs import change_facts, change_record, record_of
@@ -40,8 +40,7 @@ def _resume(*arguments: str | Path) -> int:
 
 def test_a_failed_run_continues_in_its_next_attempt_until_it_is_completed(failed: RunPaths) -> None:
     write_checkpoint(failed, 4, attempt=1)
-    done = hpc_train("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
-    assert done.code == 0
+    done = succeeded("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
     assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
     assert json.loads(done.out)["runs"][0]["state"] == "completed"
     assert "completed already" in stderr_of(0, "resume", failed.folder)
@@ -277,8 +276,7 @@ def cancelled(file: Path) -> list[RunPaths]:
 
 
 def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: list[RunPaths]) -> None:
-    done = hpc_train("resume", "tiny", "slurm.nodes=3", "data.workers=2")
-    assert done.code == 0, done.err
+    done = succeeded("resume", "tiny", "slurm.nodes=3", "data.workers=2")
     assert [run.paths for run in queued[-1]] == cancelled
     assert [run.experiment.data.workers for run in queued[-1]] == [2, 2]
     slurm = queued[-1][0].experiment.slurm

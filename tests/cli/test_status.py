@@ -17,7 +17,7 @@ from hpc_train.run.attempts import claim_attempt, now, tell_end
 from hpc_train.run.create import create_run
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, stderr_of
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.report.made_runs import made_sweep
 from tests.run.runs import change_facts, change_record, record_of, small_experiment, small_run, write_rows
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
@@ -327,8 +327,7 @@ def sweep() -> list[RunPaths]:
 
 
 def _ids(*words: str) -> list[str]:
-    done = hpc_train("status", *words)
-    assert done.code == 0, done.err
+    done = succeeded("status", *words)
     return [line.split()[0] for line in done.out.splitlines()[1:] if not line.startswith("sweep:")]
 
 

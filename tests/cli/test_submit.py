@@ -23,7 +23,7 @@ from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.frozen_experiment import read
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import Done, hpc_train, python, stderr_of
+from tests.cli.commands import Done, hpc_train, python, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.cli.launchers import (
     BROKEN,
@@ -99,8 +99,7 @@ def test_options_that_exclude_each_other(file: Path, options: list[str], message
 
 def test_a_dry_run_for_slurm_shows_the_script_of_each_job(file: Path) -> None:
     sweep = ("sweep.grid={seed: [1, 2]}", "slurm={nodes: 2, time_limit: 1h}")
-    done = hpc_train("submit", file, "--dry-run", *sweep)
-    assert done.code == 0, done.err
+    done = succeeded("submit", file, "--dry-run", *sweep)
     assert done.out.count("#!/bin/bash") == 1
     assert "#SBATCH --array=0-1%2" in done.out
     plan = json.loads(hpc_train("submit", file, "--dry-run", "--json", *sweep).out)
@@ -503,8 +502,7 @@ def test_that_there_is_no_api_key_is_said_at_submit(
     for variable in ("NETRC", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(variable, str(file.parent / "none"))
     asked = f"logging.wandb={{project: x, mode: {mode}}}"
-    done = hpc_train("submit", file, asked, *launcher)
-    assert done.code == 0, done.err
+    done = succeeded("submit", file, asked, *launcher)
     assert ("there is no API key" in done.err) == (told is not None)
     message = f"command line: logging.wandb.mode: there is no API key, so {told}; set WANDB_API_KEY"
     assert told is None or message in done.err
@@ -524,8 +522,7 @@ def test_run_files_hold_no_secret(file: Path, monkeypatch: pytest.MonkeyPatch, l
         Path(name).write_text(planted)
     Path("key.py").write_text(f"KEY = '-----BEGIN PRIVATE KEY-----\\n{planted}'\n")
     Path("own.py").touch()
-    done = hpc_train("submit", file, "--launcher", launcher)
-    assert done.code == 0
+    done = succeeded("submit", file, "--launcher", launcher)
     for name in (".env.yaml", "token.yaml", "api_key.yaml", "password.yaml", "key.py"):
         assert name in done.err
     files = [path for path in runs_root().rglob("*") if path.is_file()]

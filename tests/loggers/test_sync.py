@@ -26,7 +26,7 @@ from hpc_train.run.files import read_json
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.run_status import RunStatus, write_status
 from hpc_train.training.evaluation_outputs import png
-from tests.cli.commands import REPOSITORY, hpc_train
+from tests.cli.commands import REPOSITORY, hpc_train, succeeded
 from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import client_of, history_in
 from tests.loggers.test_mlflow import expected as expected_in_mlflow
@@ -108,8 +108,7 @@ def test_offline_runs(
     saved(run, 10, 3, "completed")
     third.end("completed")
 
-    done = hpc_train("sync", "abc", *_TO_ALL, "--json")
-    assert done.code == 0, done.err
+    done = succeeded("sync", "abc", *_TO_ALL, "--json")
     synced = {each["to"]: each for each in json.loads(done.out)["synced"]}
     assert {to: each["rows_sent"] for to, each in synced.items()} == {
         "wandb": 6, "mlflow": 15, "tensorboard": 15,
@@ -173,8 +172,7 @@ def test_a_killed_sync_is_repeated(run: RunPaths, used_server: WandbServer) -> N
     used_server.on_lines = lambda: None
     may_answer.set()
     assert not run.synced.exists() and len(used_server.runs[wandb_id(run)].history) == 1000
-    done = hpc_train("sync", "abc")
-    assert done.code == 0, done.err
+    succeeded("sync", "abc")
     assert steps_sent(used_server, run) == list(range(1, 3001)) and len(used_server.runs) == 1
 
 
@@ -260,8 +258,7 @@ def test_damaged_lines_are_named_and_the_others_sent(run: RunPaths, store: str, 
         file.write('{"split": "train", "step": 5, "lo\n')
     write_rows(run, 6)
     saved(run, 6, 0)
-    done = hpc_train("sync", "abc", "--to", to)
-    assert done.code == 0, done.err
+    done = succeeded("sync", "abc", "--to", to)
     notes = [line for line in done.err.splitlines() if "metrics.jsonl" in line]
     assert [line.partition("metrics.jsonl: ")[2] for line in notes] == [
         "line 2 has no valid time and is not sent",
