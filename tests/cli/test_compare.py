@@ -18,7 +18,7 @@ from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.run.code.trees import take, work_tree
-from tests.run.runs import change_facts, small_experiment
+from tests.run.runs import change_facts, small_experiment, small_run
 
 _HISTORY = {
     "aaa": [(5, 0.5, 0.7), (10, 0.6, 0.9)],
@@ -32,8 +32,7 @@ def runs(tmp_path: Path) -> list[RunPaths]:
     """Three runs of other seeds and weight decays; the last one has no metrics."""
     found = []
     for seed, (run_id, history) in enumerate(_HISTORY.items()):
-        paths = RunPaths(tmp_path / "runs" / "small" / run_id)
-        assert create_run(paths, small_experiment(seed=seed), run_id, 10)
+        paths = small_run(tmp_path / "runs", run_id, seed=seed)
         rows: list[dict[str, Any]] = [
             {"split": "val", "step": step, "attempt": 1, "loss": loss, "accuracy": accuracy}
             for step, loss, accuracy in history
@@ -157,10 +156,9 @@ def seeds(tmp_path: Path) -> None:
     for number, (lr, seed, accuracy) in enumerate(
         [(0.1, 0, 0.8), (0.1, 1, 0.9), (0.2, 0, 0.95), (0.2, 1, 0.95), (0.3, 0, None)]
     ):
-        run_id = f"{number:03d}"
-        paths = RunPaths(tmp_path / "runs" / "small" / run_id)
-        experiment = small_experiment(seed=seed, optimization={"optimizer": {"name": "adamw", "lr": lr}})
-        assert create_run(paths, experiment, run_id, 10)
+        optimizer = {"name": "adamw", "lr": lr}
+        optimization = {"optimizer": optimizer}
+        paths = small_run(tmp_path / "runs", f"{number:03d}", seed=seed, optimization=optimization)
         row = {"split": "val", "step": 10, "attempt": 1, "accuracy": accuracy}
         paths.metrics.write_text("" if accuracy is None else json.dumps(row) + "\n")
         write_status(paths, RunStatus(state="completed", step=10))
@@ -192,9 +190,8 @@ def test_runs_that_differ_in_their_seed_only_are_averaged() -> None:
 def test_a_key_that_ends_like_another_is_averaged_on_its_own(tmp_path: Path) -> None:
     """``seed`` is the experiment's, not the data set's, whose last part is the same."""
     for number, (seed, of_data) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        paths = RunPaths(tmp_path / "runs" / "small" / f"{number:03d}")
-        experiment = small_experiment(seed=seed, data={"name": "digits", "args": {"seed": of_data}})
-        assert create_run(paths, experiment, paths.folder.name, 10)
+        data = {"name": "digits", "args": {"seed": of_data}}
+        small_run(tmp_path / "runs", f"{number:03d}", seed=seed, data=data)
     found = _json("--over", "seed")
     assert (found["keys"], found["over"]) == (["data.args.seed"], ["seed"])
     assert sorted(sorted(group["ids"]) for group in found["groups"]) == [["000", "002"], ["001", "003"]]

@@ -10,12 +10,11 @@ import pytest
 from hpc_train.cli import evaluate
 from hpc_train.paths import RunPaths
 from hpc_train.run import find
-from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import read_status, write_status
 from tests.cli.commands import hpc_train, stderr_of
 from tests.cli.launchers import COMPLETING, FAILING
-from tests.run.runs import small_experiment
+from tests.run.runs import small_run
 from tests.run.test_checkpoints import write_checkpoint
 
 
@@ -63,8 +62,7 @@ _COMMANDS = (
 def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One of two runs; the tests' user may be root, who can read everything."""
     for seed, run_id in enumerate(("aaa", "bbb")):
-        paths = RunPaths(tmp_path / "runs" / "small" / run_id)
-        assert create_run(paths, small_experiment(seed=seed), run_id, 10)
+        paths = small_run(tmp_path / "runs", run_id, seed=seed)
     is_readable = find.is_readable
     monkeypatch.setattr(find, "is_readable", lambda run: run != paths and is_readable(run))
     monkeypatch.setattr(evaluate, "run_child", lambda *arguments: 0)

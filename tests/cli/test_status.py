@@ -14,12 +14,11 @@ from hpc_train.cli.status import RunRow
 from hpc_train.console import fitted
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.attempts import claim_attempt, now, tell_end
-from hpc_train.run.create import create_run
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.report.made_runs import made_sweep
-from tests.run.runs import change_facts, change_record, record_of, small_experiment, small_run, write_rows
+from tests.run.runs import change_facts, change_record, record_of, small_run, write_rows
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 from tests.terminals import on_terminal
 
@@ -76,8 +75,7 @@ def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest
     end = f"  line 99\nValueError: \\x1b[1mtwo\nthe rest is in {paths.attempt(1).log(1)}\n"
     assert shown.endswith(end)
     assert "line 80" not in shown and "lost a peer" not in shown
-    other = RunPaths(tmp_path / "runs" / "small" / "def")
-    assert create_run(other, small_experiment(), "def", 10)
+    small_run(tmp_path / "runs", "def")
     assert len(hpc_train("status").out.splitlines()) == 3, "of several runs, a line each"
 
 

@@ -21,10 +21,10 @@ def small_experiment(**changes: Any) -> Experiment:
     return tiny_experiment(optimization, **({"name": "small"} | changes))
 
 
-def small_run(folder: Path, **changes: Any) -> RunPaths:
-    """Create the run ``abc`` under ``folder``."""
-    paths = RunPaths(folder / "small" / "abc")
-    assert create_run(paths, small_experiment(**changes), "abc", 10)
+def small_run(folder: Path, run_id: str = "abc", /, **changes: Any) -> RunPaths:
+    """Create a run under ``folder``."""
+    paths = RunPaths(folder / "small" / run_id)
+    assert create_run(paths, small_experiment(**changes), run_id, 10)
     return paths
 
 
