@@ -47,24 +47,16 @@ def run(tmp_path: Path, programs: Programs) -> RunPaths:
     return request.paths
 
 
-def test_cancel_leaves_it_alone(run: RunPaths, programs: Programs) -> None:
+def test_it_is_shown_as_its_folder_has_it_and_left_alone(run: RunPaths, programs: Programs) -> None:
+    assert "job 12 belongs to cluster there, this is here" in hpc_train("status", run.folder).out
     error = stderr_of(1, "cancel", run.folder)
     assert "its job belongs to cluster there; cancel it there; nothing done" in error
     assert not programs.calls("scancel") and not run.cancelled.exists()
-    assert read_status(run).state == "running"
-
-
-def test_status_shows_it_as_its_folder_has_it(run: RunPaths) -> None:
-    done = hpc_train("status", run.folder)
-    assert "job 12 belongs to cluster there, this is here" in done.out
-    assert read_status(run).state == "running", "a queue without the job proves nothing"
-
-
-def test_resume_is_refused_and_names_the_option(run: RunPaths, programs: Programs) -> None:
     error = stderr_of(1, "resume", run.folder)
     assert "is running on cluster there: resume or cancel it there; if there is gone, " in error
     assert f"`hpc-train resume {run.folder.name} --take-over` continues it here" in error
     assert not programs.calls("sbatch") and newest_number(run) == 1
+    assert read_status(run).state == "running", "a queue without the job proves nothing"
 
 
 def test_with_take_over_it_is_submitted_here(run: RunPaths, programs: Programs) -> None:

@@ -33,12 +33,6 @@ def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
     assert first.endswith("seed=1") and second.endswith("seed=2")
 
 
-def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
-    done = succeeded("plan", file, "--local", "--devices", "8", "--json")
-    assert json.loads(done.out)["runs"]
-    assert "needs at most 4 ranks" in done.err
-
-
 def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
     done = succeeded("plan", file, "slurm={nodes: 2, partition: low}", "--script")
     assert "#SBATCH --partition=low" in done.out
@@ -63,18 +57,22 @@ def test_data_that_prepare_can_not_download_are_not_to_be_fetched(file: Path, na
     assert f"/nonexist does not exist on this machine; {remedy}" in line
 
 
-def test_a_plan_without_a_job_has_no_script(file: Path) -> None:
-    (legend,) = hpc_train("plan", file).err.splitlines()
-    assert legend.startswith("micro-batches: forward passes per optimizer step")
-    done = hpc_train("plan", file, "--script")
-    assert (done.code, "#SBATCH" in done.out) == (0, False)
-    assert "slurm: is missing" in done.err and "write `slurm: {}`" in done.err
-
-
-def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
-    done = succeeded("plan", file, "slurm={profile: nowhere}")
-    assert done.out.startswith("run ")
-    assert "slurm.profile" in done.err
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--local", "--devices", "8"], "needs at most 4 ranks"),
+        (["--script"], "slurm: is missing"),
+        (["slurm={profile: nowhere}"], "slurm.profile"),
+        (["data={name: imagefolder, root: /nonexist}"], "data.root: /nonexist does not exist on this"),
+    ],
+)
+def test_a_plan_of_what_cannot_be_started_yet_begins_with_the_problem(
+    file: Path, options: list[str], problem: str
+) -> None:
+    done = succeeded("plan", file, *options)
+    assert done.out.startswith("run ") and "#SBATCH" not in done.out
+    first, *_, last = done.err.splitlines()
+    assert problem in first and last.startswith("micro-batches: forward passes per optimizer step")
 
 
 def test_a_plan_shows_the_pack_that_ranks_read(file: Path, tmp_path: Path) -> None:
@@ -131,13 +129,6 @@ def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
     (run,) = plan["runs"]
     assert (run["ranks"], run["accumulation"], plan["scripts"]) == (2, 2, [])
     assert json.loads(hpc_train("plan", file, *on_slurm, "--devices", "2", "--json").out) == plan
-
-
-def test_a_refused_plan_begins_with_the_problem(file: Path) -> None:
-    done = hpc_train("plan", file, "data={name: imagefolder, root: /nonexist}")
-    first, second, *_ = done.err.splitlines()
-    assert "data.root: /nonexist does not exist on this machine" in first
-    assert second.startswith("micro-batches: ")
 
 
 def test_the_launcher_says_how_many_ranks_a_plan_has(file: Path) -> None:

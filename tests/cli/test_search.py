@@ -260,6 +260,9 @@ def test_a_trial_that_failed_after_a_checkpoint_stays_failed(search: Path) -> No
     _search(search, FAILING)
     for paths in find_runs([]):
         (paths.checkpoints / "step-5").mkdir(parents=True)
+    done = _search(search, COMPLETING, "sweep.search.trials=2")
+    assert done.code == 1 and "tiny: 2 of 2 trials, 2 of them failed; the search is complete" in done.err
+    assert "tiny: no trial has a value of accuracy; see `hpc-train status tiny`" in done.err
     done = _search(search, COMPLETING)
     assert "tiny: 2 of 5 trials, 2 of them failed; next: 2" in done.err and _seeds() == [0, 1, 2, 3, 4]
     states = {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials}
@@ -313,12 +316,3 @@ def test_a_trial_that_always_fails_does_not_keep_submits_from_others(search: Pat
     for seeds in ([0], [0, 1], [0, 1, 2]):
         _search(search, PICKY, "sweep.search.max_concurrent=1", "--rounds", "1")
         assert _seeds() == seeds
-
-
-def test_a_search_without_a_value_in_the_end_fails(search: Path) -> None:
-    _search(search, FAILING)
-    for paths in find_runs([]):
-        (paths.checkpoints / "step-5").mkdir(parents=True)
-    done = _search(search, COMPLETING, "sweep.search.trials=2")
-    assert done.code == 1 and "tiny: 2 of 2 trials, 2 of them failed; the search is complete" in done.err
-    assert "tiny: no trial has a value of accuracy; see `hpc-train status tiny`" in done.err
