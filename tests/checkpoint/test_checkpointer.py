@@ -393,9 +393,7 @@ def test_if_all_are_damaged_nothing_is_loaded_and_all_is_kept(run: RunPaths, sav
     before = saved.everything()
     for attempt in (2, 3):  # the second finds them set aside
         begin_attempt(run, attempt)
-        with pytest.raises(
-            StorageError, match=r"--new.* step-00000001\.bad \(.*its hash .*step-00000002\.bad"
-        ):
+        with pytest.raises(StorageError, match=r"--new.* step-00000001\.bad .*its hash .*step-00000002\.bad"):
             saved.checkpointer(run, attempt).load_newest(saved.state)
     assert differences(before, saved.everything()) == []
     assert folder_names(run) == ["step-00000001.bad", "step-00000002.bad"]
@@ -503,10 +501,7 @@ class Trap:
 
 def test_without_room_for_a_checkpoint_none_is_begun(run: RunPaths, saved: Trainee) -> None:
     before = sorted(run.checkpoints.iterdir())
-    with (
-        claimed_room(free=100),
-        pytest.raises(StorageError, match=r"the disk is full: \d+ bytes are needed, 100"),
-    ):
+    with claimed_room(free=100), pytest.raises(StorageError, match=r"full: \d+ bytes are needed, 100"):
         saved.checkpointer(run).save(saved.state, 9, {})
     assert sorted(run.checkpoints.iterdir()) == before
 

@@ -120,26 +120,14 @@ def test_a_data_source_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
-        (
-            "nameless",
-            {},
-            r"^data: Listed does not define the number of classes.* num_classes, classes .* targets",
-        ),
+        ("nameless", {}, r"^data: Listed .* the number of classes.* num_classes, classes .* targets"),
         ("empty_val", {}, r"^data: the validation data are empty"),
         ("wrong", {}, r"^data\.name: .*:wrong returned int; return a DataSource"),
         ("returned", {"what": "nothing"}, r"returned NoneType; return a DataSource, \(train, val\) or train"),
         ("returned", {"what": "three"}, r"returned tuple of 3; return a DataSource, \(train, val\) or train"),
         ("returned", {"what": "named"}, r"returned dict of 2; return a DataSource, \(train, val\) or train"),
-        (
-            "returned",
-            {"what": "bare"},
-            r"^data: __getitem__ returned a Image for a sample; return",
-        ),
-        (
-            "returned",
-            {"what": "keyed"},
-            r"^data: __getitem__ returned a dict of 2 for a sample",
-        ),
+        ("returned", {"what": "bare"}, r"^data: __getitem__ returned a Image for a sample; return"),
+        ("returned", {"what": "keyed"}, r"^data: __getitem__ returned a dict of 2 for a sample"),
         ("pair", {"clases": 3}, r"^data\.args: .*:pair can't be called with these arguments: .*'clases'"),
         ("unreadable", {}, r"^data\.name: Unreadable has neither __getitem__ nor batch"),
         ("NO_FUNCTION", {}, r"^data\.name: .* is int; name a function"),

@@ -301,9 +301,7 @@ def test_a_stop_signal_ends_the_wait_at_a_given_address(rank: int, monkeypatch: 
 def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "auto")
-    with pytest.raises(
-        UsageError, match=r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=auto: the port is not a number"
-    ):
+    with pytest.raises(UsageError, match=r"MASTER_ADDR=.*, MASTER_PORT=auto: the port is not a number"):
         join(RankFacts(), CPU, Path("/nowhere"), "token")
 
 
@@ -317,9 +315,7 @@ def test_an_unusable_interface_is_no_lost_peer(tmp_path: Path, monkeypatch: pyte
 
     assert not peer_lost(own)
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    with pytest.raises(
-        UsageError, match=r"GLOO_SOCKET_IFNAME=lo: gloo can't listen on node .* lo.*device\.cc:84"
-    ):
+    with pytest.raises(UsageError, match=r"GLOO_SOCKET_IFNAME=lo: gloo can't listen on .* lo.*device\.cc:84"):
         join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token")
 
 
@@ -327,9 +323,7 @@ def test_a_silent_address_is_given_up_early(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("hpc_train.training.distributed.rendezvous._ANSWER_LIMIT_S", 0.05)
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "token"})
-    with pytest.raises(
-        UserError, match=r"does not answer at any of 127\.0\.0\.1, port 1, within 0\.05 s, as seen from"
-    ):
+    with pytest.raises(UserError, match=r"does not answer at .*127\.0\.0\.1, port 1, within 0\.05 s"):
         join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=HANG_LIMIT_S))
 
 

@@ -73,11 +73,7 @@ def test_five_channels_are_refused_by_torchvision() -> None:
         ("timm/resnet18", {"output_stride": 7}, "model.args: timm/resnet18 can't be built with"),
         ("torchvision/resnet", {}, "model.name: .*did you mean torchvision/resnet"),
         ("torchvision/resnet18", {"group": 1}, "no argument 'group'; did you mean 'groups'"),
-        (
-            "torchvision/resnet18",
-            {"weights": "DEFAULT"},
-            "model.args.weights: is not allowed here; write model.pretrained",
-        ),
+        ("torchvision/resnet18", {"weights": "DEFAULT"}, "model.args.weights: .*; write model.pretrained"),
         ("tests.models.factories:mlp", {"widht": 1}, "no argument 'widht'; did you mean 'width'"),
         ("tests.models.factories:no_module", {}, "model.name: .*made a str"),
     ],
@@ -334,7 +330,5 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
 
 def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
     """``validate`` builds models in a child process: no argument may make timm read a file there."""
-    with pytest.raises(
-        BadFileError, match=r"^model\.args\.checkpoint_path: is not allowed here; write model\.pretrained$"
-    ):
+    with pytest.raises(BadFileError, match=r"^model\.args\.checkpoint_path: .*; write model\.pretrained$"):
         build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})

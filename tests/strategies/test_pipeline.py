@@ -452,10 +452,7 @@ def gpt_of_uneven_heads() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (
-            lambda: make_model("resnet"),
-            "parallel.tensor: ResNet has no layers that 2 ranks can share; take it out",
-        ),
+        (lambda: make_model("resnet"), "parallel.tensor: ResNet has no layers that 2 ranks can share"),
         # Of one stage alone: those of the other must not wait for it.
         (gpt_of_uneven_heads, "parallel.tensor: 2 ranks can't share 3 heads of layers.3."),
     ],
@@ -488,7 +485,5 @@ def test_stages_that_the_schedule_does_not_have_are_refused(parallel: dict[str, 
 def test_a_stage_that_returns_no_tensors_is_refused(outputs: Any) -> None:
     stage = nn.Identity()
     make_contiguous(stage)
-    with pytest.raises(
-        BadFileError, match=r"can't be cut into stages: it returns a (dict|tuple), not a tensor"
-    ):
+    with pytest.raises(BadFileError, match=r"can't be cut .*: it returns a (dict|tuple), not a tensor"):
         OutputSpecs.of(stage(outputs))

@@ -349,11 +349,7 @@ def mlps(*widths: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "ranks", "said"),
     [
-        (
-            lambda: vit(embed_dim=12, num_heads=4),
-            3,
-            "3 ranks .* 4 heads of blocks.0.attn .*write 2 or 4$",
-        ),
+        (lambda: vit(embed_dim=12, num_heads=4), 3, "3 ranks .* 4 heads of blocks.0.attn .*write 2 or 4$"),
         (gpt, 8, "8 ranks can't share 4 heads of layers.0.attention .*write 2 or 4$"),
         (llama, 4, r"4 ranks can't share 2 heads of layers.0.attention \(num_kv_heads\) evenly; write 2$"),
         (torchvision_vit, 5, "5 ranks .* 24 columns of .*mlp.0 evenly; write 8, 12 or 24$"),
@@ -386,10 +382,7 @@ class Declared(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (
-            {"up": "colums"},
-            r"Declared\.tensor_plan\(\) says 'colums' of up; write columns, rows, dropout or whole",
-        ),
+        ({"up": "colums"}, r"Declared\.tensor_plan\(\) says 'colums' of up; write columns, rows, dropout or"),
         ({"norm": "columns"}, "names norm, which is no nn.Linear of it"),
         ({"top": "rows"}, "names top, which is no nn.Linear of it"),
         ({"up": "columns", "down": "rows"}, "3 ranks can't share 8 columns of 0.up evenly; write 2, 4 or 8"),

@@ -96,9 +96,7 @@ def test_equal_targets_have_no_r2() -> None:
 
 def test_a_model_with_other_outputs_is_refused() -> None:
     outputs, targets = outputs_and_targets()
-    with pytest.raises(
-        BadFileError, match=r"outputs have shape \(40, 2\).*write model\.args: {num_classes: 3}"
-    ):
+    with pytest.raises(BadFileError, match=r"outputs have .*\(40, 2\).*write model\.args: {num_classes: 3}"):
         task().loss(outputs[:, :2], batch(targets))
 
 

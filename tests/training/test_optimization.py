@@ -157,19 +157,10 @@ def test_lists_of_the_file_become_tuples() -> None:
         ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay: rprop has no weight_decay"),
         ({"name": "rprop", "decay_norm_and_bias": False}, "optimizer.decay_norm_and_bias: rprop"),
         ({"name": "sgd", "args": {"nestrov": True}}, "no argument 'nestrov'; did you mean 'nesterov'"),
-        (
-            {"name": "sgd", "args": {"lr": 1}},
-            "optimizer.args.lr: is not allowed here; write optimization.optimizer.lr$",
-        ),
-        (
-            {"name": "sgd", "args": {"nesterov": True}},
-            "optimizer.args: sgd can't be built: ValueError: Nesterov",
-        ),
+        ({"name": "sgd", "args": {"lr": 1}}, "optimizer.args.lr: .*; write optimization.optimizer.lr$"),
+        ({"name": "sgd", "args": {"nesterov": True}}, "optimizer.args: .* be built: ValueError: Nesterov"),
         ({"name": "adamw", "args": {"betas": [0.9]}}, "optimizer.args: adamw can't be built: IndexError: "),
-        (
-            {"name": "adamw", "args": {"betas": [2, 3]}},
-            "optimizer.args: adamw can't be built: ValueError: Invalid beta",
-        ),
+        ({"name": "adamw", "args": {"betas": [2, 3]}}, "optimizer.args: .*built: ValueError: Invalid beta"),
         (
             {"groups": [{"match": ["0.*"]}, {"match": ["3.*"]}]},
             r"optimizer.groups\[1\].match: '3.\*' matches no trained parameter of the model; did",

@@ -159,28 +159,12 @@ def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
                     r"name: muon updates matrices only, and 1 of the 2 .* 1\.bias of shape \(3,\);",
                 ),
                 ({"name": "adamw", "args": {"betas": [0.9]}}, r"args: adamw can't be built: IndexError: "),
-                (
-                    {"name": "nadam", "args": {"capturable": True}},
-                    r"optimizer: nadam can't update the w",
-                ),
-                (
-                    {"name": "adamw", "groups": [{"match": ["head.*"], "lr_factor": 2}]},
-                    r"'head\.\*' matches no",
-                ),
+                ({"name": "nadam", "args": {"capturable": True}}, r"optimizer: nadam can't update the w"),
+                ({"name": "adamw", "groups": [{"match": ["head.*"], "lr_factor": 2}]}, r"head.* matches no"),
             )
         ),
-        (
-            "images",
-            {},
-            {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 1}}},
-            r"warm-up of 1 step",
-        ),
-        (
-            "images",
-            {},
-            {"model": {"name": f"{HERE}:Detached"}},
-            r"can't compute the gradients of the loss of train",
-        ),
+        ("images", {}, {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 1}}}, r"warm-up"),
+        ("images", {}, {"model": {"name": f"{HERE}:Detached"}}, r"can't compute the gradients of the loss"),
         ("images", {}, {"activation_checkpointing": "blocks"}, r"^activation_checkpointing: "),
     ],
 )
@@ -397,9 +381,7 @@ def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
 ) -> None:
     monkeypatch.setattr(trial_step, "free_bytes", lambda: 1000)
     monkeypatch.setattr("hpc_train.training.prepare.planned_weight_bytes", lambda config, info: 1001)
-    with pytest.raises(
-        UserError, match=r"^model\.pretrained: the weights of timm/resnet18 are not fetched: it"
-    ):
+    with pytest.raises(UserError, match=r"^model\.pretrained: .* timm/resnet18 are not fetched: it"):
         prepare([experiment("images", {}, model={"name": "timm/resnet18", "pretrained": True})])
 
 

@@ -98,10 +98,7 @@ def box(*bbox: float) -> Change:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            box(20, 0, 20, 4),
-            r"annotation 106 of image 70, .* outside of its 32x32 pixels; fix it",
-        ),
+        (box(20, 0, 20, 4), r"annotation 106 of image 70, .* outside of its 32x32 pixels; fix it"),
         (box(1, 1, 0, 4), r"annotation 106 of image 70, .* without area; .* data\.args: \{bad_boxes: drop\}"),
         (box(1, 1, 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
         (box(1, 1, float("nan"), 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
@@ -111,24 +108,15 @@ def box(*bbox: float) -> Change:
         ),
         (lambda d: d["annotations"][0].update(category_id=4), "annotation 106 of .* category_id 4; add the"),
         (lambda d: d["annotations"][0].update(image_id=5), "annotation 106 of image 5, which is none of its"),
-        (
-            lambda d: d["images"][0].update(file_name="x.png"),
-            r"image 0, whose .*/x\.png does not exist",
-        ),
+        (lambda d: d["images"][0].update(file_name="x.png"), r"image 0, whose .*/x\.png does not exist"),
         (lambda d: d["images"][1].update(id=0), r"image \{'id': 0,.*; give each an id of its own"),
         (lambda d: d["images"][0].pop("width"), "image 0 without file_name, width and height; write them"),
         (lambda d: d["categories"][0].update(id=3), "category .*; give each an id of its own"),
         (lambda d: d["categories"].clear(), "no categories; write"),
         (lambda d: d["annotations"][0].update(iscrowd="0"), "annotation 106 of .* iscrowd '0'; write 0 or 1"),
         (box(1, 1, 10**400, 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
-        (
-            lambda d: d["images"][0].update(width=10**400),
-            "image 0 without file_name, width and height; write",
-        ),
-        (
-            lambda d: d["images"][1].update(id=10**20),
-            r"image \{'id': 100000000000000000000,.*; give each an id",
-        ),
+        (lambda d: d["images"][0].update(width=10**400), "image 0 without file_name, width and height"),
+        (lambda d: d["images"][1].update(id=10**20), r"image \{'id': 10+,.*; give each an id"),
         (lambda d: d["categories"][0].update(name="\ud800"), "category .*; give each an id of its own"),
         (lambda d: d.pop("images"), "no list 'images'; write it in the format of COCO"),
     ],
@@ -153,9 +141,7 @@ def test_bad_boxes_can_be_dropped(root: Path) -> None:
 def test_damaged_or_missing_files_and_other_categories_are_refused(root: Path) -> None:
     text = (root / "val.json").read_text()
     (root / "val.json").write_text(text[:50])
-    with pytest.raises(
-        BadFileError, match=r"^data\.root: .*/val\.json is not valid JSON \(.*\); write it again"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.root: .*/val\.json is not valid JSON .*; write it again"):
         build(root)
     for old, new, key in (
         ('{"images"', '{"categories": [], "images"', "categories"),
@@ -166,9 +152,7 @@ def test_damaged_or_missing_files_and_other_categories_are_refused(root: Path) -
         with pytest.raises(BadFileError, match=rf"val\.json is not valid JSON \(.*the key '{key}' twice\)"):
             build(root)
     (root / "val.json").write_text(text.replace("bright", "light"))
-    with pytest.raises(
-        BadFileError, match=r"^data\.root: the categories in .*/val\.json differ from those of"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.root: the categories in .*val\.json differ from"):
         build(root)
     (root / "val.json").unlink()
     assert build(root).val is None

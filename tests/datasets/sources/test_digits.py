@@ -49,10 +49,7 @@ def test_three_channels_repeat_the_gray_one() -> None:
     ("args", "words"),
     [
         ({"channels": 2}, r"^data\.args\.channels: needs one of 1, 3, got 2; write a number like 1$"),
-        (
-            {"chanels": 3},
-            r"^data\.args\.chanels: digits takes no argument 'chanels'; did you mean 'channels'\?$",
-        ),
+        ({"chanels": 3}, r"^data\.args\.chanels: .* no argument 'chanels'; did you mean 'channels'\?$"),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, object], words: str) -> None:

@@ -114,9 +114,7 @@ def test_class_numbers_are_those_of_the_training_datas_names(library: Any, tmp_p
     other = source("other", labelled(library, ["c", "a", "b"], [0, 1, 2, -1]))
     assert targets_of(other.train) == [0, 1, 2] and targets_of(other.val) == [2, 0, 1, -1]
     assert targets_of(source("fewer", labelled(library, ["a", "c"], [0, 1])).val) == [0, 2]
-    with pytest.raises(
-        BadFileError, match=r"^data\.args\.val: its column label has the class 'dog', which .* lacks; save"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.args\.val: .* label has the class 'dog', which .*; save"):
         source("unknown", labelled(library, ["a", "b", "dog"], [0, 1, 2]))
 
 
@@ -163,9 +161,7 @@ def test_an_image_may_be_a_path(library: Any, tmp_path: Path) -> None:
     source = build(tmp_path / "one", roots=[str(pictures)])
     assert source.train.file_content(0)[0] == image(3)  # type: ignore[union-attr]
     if library is stand_in_datasets:  # the package copies the file into the Arrow file
-        with pytest.raises(
-            BadFileError, match=r"row 0 of the split train .*a\.png', which is not below .*roots"
-        ):
+        with pytest.raises(BadFileError, match=r"row 0 of .* train .*a\.png', which is not below .*roots"):
             build(tmp_path / "one").train.file_content(0)  # type: ignore[union-attr]
 
 
@@ -203,9 +199,7 @@ def test_a_download_that_fails_leaves_nothing(
         raise ValueError("BuilderConfig 'x' not found")
 
     monkeypatch.setattr(library, "load_dataset", fail)
-    with pytest.raises(
-        BadFileError, match=r"^data\.name: huggingface/a can't be loaded: BuilderConfig 'x' not"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.name: .*/a can't be loaded: BuilderConfig 'x' not"):
         build(tmp_path / "hub", "huggingface/a", download=True, config="x")
     assert list(tmp_path.iterdir()) == []
 
@@ -226,10 +220,7 @@ def test_the_fingerprint_is_that_of_the_arrow_files(library: Any, root: Path, tm
     [
         ({"train": "training"}, r"^data\.args\.train: .* has no split 'training'; write one of train, test"),
         ({"val": "dev"}, r"^data\.args\.val: .* has no split 'dev'"),
-        (
-            {"image_column": "img"},
-            r"^data\.args\.image_column: there is no column 'img'; write one of image, an",
-        ),
+        ({"image_column": "img"}, r"^data\.args\.image_column: .* no column 'img'; write one of image"),
         ({"image_column": "name"}, r"^data\.args\.image_column: the column name has no images"),
         ({"target_column": "x"}, r"^data\.args\.target_column: there is no column 'x'"),
         ({"target_column": "weight"}, r"^data\.args\.target_column: the column weight .* has no classes"),
@@ -242,9 +233,7 @@ def test_wrong_arguments_are_named(root: Path, args: dict[str, Any], words: str)
 
 
 def test_what_is_not_saved_by_the_library_is_refused(library: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        BadFileError, match=r"^data\.root: .* has no data set of Hugging Face: .*save_to_disk"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.root: .* has no data set of .*: .*save_to_disk"):
         build(tmp_path)
     with pytest.raises(BadFileError, match=r"^data\.root: .*nowhere is not a folder on this machine; fix"):
         build(tmp_path / "nowhere")
@@ -252,9 +241,7 @@ def test_what_is_not_saved_by_the_library_is_refused(library: Any, tmp_path: Pat
 
 def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        BadFileError, match=r"^data\.name: huggingface needs datasets; pip install 'hpc-train\[hf\]'"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.name: .* needs datasets; pip install 'hpc-train\[hf\]'"):
         build(tmp_path)
 
 
@@ -274,27 +261,12 @@ def saved(library: Any, root: Path, feature: Any, **splits: list[Any]) -> Path:
 @pytest.mark.parametrize(
     ("dtype", "train", "val", "words"),
     [
-        (
-            "string",
-            ["a", "b"],
-            ["a", "z"],
-            r"row 1 of the split val .* the class 'z', .*training samples \(a, b",
-        ),
-        (
-            "int64",
-            [0, 1],
-            [0, 5],
-            r"row 1 of the split val .* has '5' in label, a class that the training split",
-        ),
+        ("string", ["a", "b"], ["a", "z"], r"row 1 of the split val .* 'z', .*training samples \(a, b"),
+        ("int64", [0, 1], [0, 5], r"row 1 of the split val .* has '5' in label, a class that the train"),
         ("int64", [0, -1], [0], r"row 1 of the split train .* has '-1' in label, not a class number"),
         ("int64", [0, 10**12], [0], r"has '1000000000000' in label, not a class number, 0 to 16777215"),
         ("int64", [0, None], [0], r"row 1 of the split train .* has no label; fill it in"),
-        (
-            "float64",
-            [0.0, float("nan")],
-            [0.0],
-            r"row 1 of the split train .*'nan' in label, .*missing label",
-        ),
+        ("float64", [0.0, float("nan")], [0.0], r"row 1 of .* train .*'nan' in label, .*missing label"),
         ("string", ["a", ""], ["a"], r"row 1 of the split train .* has no label"),
         ("binary", [b"a", b"b"], [b"a"], r"row 0 of the split train .* in label, not a class but bytes"),
     ],
@@ -315,9 +287,7 @@ def test_prepare_finds_rows_without_a_label(library: Any, tmp_path: Path) -> Non
     config = DataConfig(name="huggingface", root=str(root), on_bad_sample="skip")
     assert build_source(config, download=True).info.num_classes == 3
     numbers = saved(library, tmp_path / "n", library.Value("float64"), train=[0.5, 1e300])
-    with pytest.raises(
-        BadFileError, match=r"row 1 of the split train .*, not a number that float32 can hold"
-    ):
+    with pytest.raises(BadFileError, match=r"row 1 of .* train .*, not a number that float32 can hold"):
         build(numbers, download=True, target="number")
 
 
@@ -353,9 +323,7 @@ def test_a_data_set_consists_of_regular_files_below_its_root(tmp_path: Path, nam
     pytest.importorskip("datasets", reason="datasets and pyarrow: too large for the dev extra")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(
-        BadFileError, match=r"^data\.root: .*(names the file|is a named pipe, not a regular file)"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.root: .*(names the file|is a named pipe)"):
         build(tmp_path)
     (tmp_path / "state.json").write_text("[" * 100_000)
     with pytest.raises(BadFileError, match=r"state\.json is damaged .*; write the data set again"):

@@ -79,15 +79,9 @@ def test_palette_and_16_bit_masks_are_class_numbers(root: Path) -> None:
 @pytest.mark.parametrize(
     ("pixels", "message"),
     [
-        (
-            np.full((10, 14), 3, np.uint8),
-            r"val/images/001.png\) has the target of uint8, .*values 3 to 3.*most 2",
-        ),
+        (np.full((10, 14), 3, np.uint8), r"images/001.png\) has the target .*values 3 to 3.*most 2"),
         (np.zeros((9, 14), np.uint8), r"001.png\) has .* 9x14 pixels, and its image has 10x14; make both"),
-        (
-            np.zeros((10, 14, 3), np.uint8),
-            r"its mask .*val/masks/001.png has colors \(mode RGB\); save one class",
-        ),
+        (np.zeros((10, 14, 3), np.uint8), r"mask .*masks/001.png has colors \(mode RGB\); save one class"),
     ],
     ids=["class", "size", "colors"],
 )
@@ -99,9 +93,7 @@ def test_a_wrong_mask_names_its_file(root: Path, pixels: np.ndarray, message: st
 
 def test_a_mask_that_is_not_there_is_found_before_the_first_step(root: Path) -> None:
     (root / "train/masks/003.png").unlink()
-    with pytest.raises(
-        BadFileError, match=r"1 images have no mask: .*train/masks/003.png not found; each needs"
-    ):
+    with pytest.raises(BadFileError, match=r"1 images have no mask: .*masks/003.png not found; each needs"):
         build(root)
 
 
@@ -139,10 +131,7 @@ def test_an_empty_folder_is_refused(root: Path) -> None:
         ({"ignore_index": 2}, r"ignore_index: 2 is one of the 3 classes; write a number from 3 on"),
         ({"num_classes": 0}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 0; write"),
         ({"num_classes": 256}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 256"),
-        (
-            {"ignored": 2},
-            r"data\.args\.ignored: .* takes no argument 'ignored'; did you mean 'ignore_index'\?",
-        ),
+        ({"ignored": 2}, r"data\.args\.ignored: .* no argument .*; did you mean 'ignore_index'\?"),
     ],
 )
 def test_wrong_arguments_are_refused(root: Path, args: dict[str, Any], message: str) -> None:

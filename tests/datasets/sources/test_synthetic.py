@@ -70,8 +70,5 @@ def test_a_billion_images_cost_nothing_until_asked_for() -> None:
 
 
 def test_zero_samples_are_refused() -> None:
-    with pytest.raises(
-        BadFileError,
-        match=r"data\.args\.num_samples: needs a whole number of at least 1, got 0; write a number",
-    ):
+    with pytest.raises(BadFileError, match=r"data\.args\.num_samples: .* at least 1, got 0; write a number"):
         synthetic(num_samples=0)

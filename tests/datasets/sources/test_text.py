@@ -138,23 +138,11 @@ def test_bytes_need_no_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (
-            {"sequence_length": 12},
-            r"^data.args.sequence_length: the training text has 12 characters, .*12 need",
-        ),
-        (
-            {"sequence_length": 5},
-            r"^data.args.sequence_length: the validation text has 3 char.*write a smaller number",
-        ),
+        ({"sequence_length": 12}, r"^data.args.sequence_length: the training text has 12 characters"),
+        ({"sequence_length": 5}, r"^data.args.sequence_length: the validation text has 3.*write a smaller"),
         ({"val_fraction": 0.5}, r"^data.args.val_fraction: .* is a folder, .*take it out"),
-        (
-            {"val_fraction": 1},
-            r"^data.args.val_fraction: needs a number of at least 0 and below 1, got 1; write",
-        ),
-        (
-            {"tokens": "words"},
-            r"^data.args.tokens: needs one of characters, bytes, got the text 'words'; write",
-        ),
+        ({"val_fraction": 1}, r"^data.args.val_fraction: .* at least 0 and below 1, got 1; write"),
+        ({"tokens": "words"}, r"^data.args.tokens: needs one of characters, bytes, got .* 'words'; write"),
         ({"sequence_len": 3}, r"^data.args.sequence_len: .*did you mean 'sequence_length'"),
     ],
 )
@@ -232,9 +220,7 @@ def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.Capt
 
 def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes("to be".encode("utf-16-le"))
-    with pytest.raises(
-        BadFileError, match=r"train.txt has a NUL character \(number 1\), like UTF-16 .*; convert"
-    ):
+    with pytest.raises(BadFileError, match=r"train.txt has a NUL .*\(number 1\), like UTF.*; convert"):
         built(tmp_path, sequence_length=2)
     assert len(built(tmp_path, sequence_length=2, tokens="bytes").train) == 4
     os.mkfifo(folder(tmp_path, "to be or") / "val.txt")

@@ -264,10 +264,7 @@ def test_shards_of_other_tokens_are_other_data(tmp_path: Path) -> None:
         (lambda path: os.truncate(path, 100), "it ends after 100 bytes"),
         (lambda path: path.unlink(), "it is missing"),
         (lambda path: path.write_bytes(b"x" * path.stat().st_size), "its header is not JSON|not begin like"),
-        (
-            lambda path: path.write_bytes(header_of({"tokens": 5}) + b"\0" * 10),
-            "its header is not what the index says",
-        ),
+        (lambda path: path.write_bytes(header_of({"tokens": 5}) + b"\0" * 10), "its header is not .* index"),
         (lambda path: (path.parent / "index.json").write_text("{}"), "it has other fields than an index"),
         (lambda path: change_end(path.parent / "index.json"), "its hash is not that of its fields"),
     ],
@@ -304,9 +301,7 @@ def test_a_flipped_bit_is_an_error_before_training(at: int, tmp_path: Path) -> N
     assert verify(tmp_path)[-1] == 1.0
     shard = shard_files(tmp_path)[1]
     flip(shard, at)
-    with pytest.raises(
-        BadFileError, match=rf"{shard.name} .*the hash of its tokens is not that of its header"
-    ):
+    with pytest.raises(BadFileError, match=rf"{shard.name} .*the hash of its tokens is not .* header"):
         verify(tmp_path)
     token_writing._checked.clear()
     prepared(tmp_path, shard_tokens=20)  # which reads all shards and writes damaged ones again
@@ -460,9 +455,7 @@ def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: 
     assert names == ("\n", "\r", "a", "b", "c", "")
     assert len(prepared(tmp_path, tokenizer="bytes", sequence_length=1).train) == len("ab.c.a\r\n.") - 1
     (tmp_path / "train" / "b.txt").write_bytes("ab".encode("utf-16-le"))
-    with pytest.raises(
-        BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF-16 .*; convert"
-    ):
+    with pytest.raises(BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF.*; convert"):
         prepared(tmp_path, tokenizer="characters")
 
 
@@ -642,9 +635,7 @@ def test_megatrons_index_has_the_dtype(code: int, tmp_path: Path) -> None:
     (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, code) + bytes(16))
     content = np.array(IDS, {4: "<i4", 8: "<u2", 5: "<i8"}[code]).tobytes()
     if code == 5:
-        with pytest.raises(
-            BadFileError, match=r"train.idx is not an index of Megatron's version 1 .*code 5\)"
-        ):
+        with pytest.raises(BadFileError, match=r"train.idx is not an index of Megatron's .*code 5\)"):
             raw(tmp_path, content)
     else:
         assert stream(raw(tmp_path, content).train) == IDS
@@ -667,14 +658,8 @@ def test_missing_data_and_wrong_arguments_are_named(tmp_path: Path) -> None:
         (config(tmp_path), "has no text and no tokens: .*train.bin, nor shards in .*tokens; add one"),
         (config(tmp_path / "latin", "characters"), r"train.txt is not UTF-8 text \(at byte 3\); convert it"),
         (config(root, sequence_length=9), "train has 4 tokens, and a sequence of 9 needs one more"),
-        (
-            config(root, "my/tokenizer.json"),
-            r"data.args.tokenizer: .*json can't be read: No such .*; fix",
-        ),
-        (
-            config(root, sequence_len=9),
-            "data.args.sequence_len: tokens takes no argument 'sequence_len'; did you mean",
-        ),
+        (config(root, "my/tokenizer.json"), r"data.args.tokenizer: .*json can't be read: No such .*; fix"),
+        (config(root, sequence_len=9), "data.args.sequence_len: .* no argument .*; did you mean"),
     ):
         with pytest.raises(BadFileError, match=words):
             build_source(given, download=True)

@@ -214,11 +214,7 @@ def test_names_of_shards() -> None:
         ({"a": {"jpg": b"x"}}, {}, r"sample a has 0 members cls \(jpg\); write the shard again, or another"),
         ({"a": {"jpg": b"x", "cls": b""}}, {}, r"sample a has the target '', not a class"),
         ({"a": {"jpg": b"x", "cls": b"\xff"}}, {}, r"sample a has a target that can't be read: .* byte 0xff"),
-        (
-            {"a": {"jpg": b"x", "json": b"{"}},
-            {"target_member": "json.a"},
-            r"sample a has a target that can't be",
-        ),
+        ({"a": {"jpg": b"x", "json": b"{"}}, {"target_member": "json.a"}, r"a has a target that can't"),
         (
             {"a": {"jpg": b"x", "json": b'{"b": 1}'}},
             {"target_member": "json.a"},
@@ -234,53 +230,21 @@ def test_names_of_shards() -> None:
             {"target_member": "json.a", "target": "number"},
             r"sample b has the target '\[1, 2\]', not 1 numbers",
         ),
-        (
-            {"a": {"jpg": b"x", "cls": b"nan"}},
-            {"target": "number"},
-            r"sample a has the target 'nan', not a number; fix it",
-        ),
-        (
-            {"a": {"jpg": b"x", "cls": b"7"}},
-            {"num_classes": 3},
-            r"sample a has the class '7', which is not among",
-        ),
-        (
-            {"a": {"jpg": b"x", "cls": b"7"}},
-            {},
-            r"val\.tar: sample v12 has the class '0', .*training samples \(7\)",
-        ),
-        (
-            {},
-            {"classes": ["a"], "target": "number"},
-            r"^data\.args\.classes: is for data\.args\.target: class",
-        ),
-        (
-            {},
-            {"target_member": "npy"},
-            r"^data\.args\.target_member: needs text that matches \^.*, got the text 'npy'; write",
-        ),
+        ({"a": {"jpg": b"x", "cls": b"nan"}}, {"target": "number"}, r"the target 'nan', not a number; fix"),
+        ({"a": {"jpg": b"x", "cls": b"7"}}, {"num_classes": 3}, r"sample a has the class '7', .* not among"),
+        ({"a": {"jpg": b"x", "cls": b"7"}}, {}, r"val\.tar: sample v12 has .*'0', .*training samples \(7"),
+        ({}, {"classes": ["a"], "target": "number"}, r"^data\.args\.classes: is for .*target: class"),
+        ({}, {"target_member": "npy"}, r"^data\.args\.target_member: needs text .*, got .* 'npy'; write"),
         (
             {},
             {"train": "train-{08..09}.tar"},
             r"^data\.args\.train: .*train-08\.tar is not a file .*, nor are 1 more",
         ),
         ({}, {"train": []}, r"^data\.args\.train: names no file"),
-        (
-            {},
-            {"train": "{0..9999999}.tar"},
-            r"^data\.args\.train: names 10,000,000 files, over",
-        ),
-        (
-            {},
-            {"train": ["{2000000..0}.tar", "{1..1000001}.tar"]},
-            r"^data\.args\.train: names 1,000,001 files",
-        ),
+        ({}, {"train": "{0..9999999}.tar"}, r"^data\.args\.train: names 10,000,000 files, over"),
+        ({}, {"train": ["{2000000..0}.tar", "{1..1000001}.tar"]}, r"^data\.args\.train: names 1,000,001"),
         ({}, {"val": ["{0..999}-{0..999}.tar", "a"]}, r"^data\.args\.val: names 1,000,001 files, over"),
-        (
-            {},
-            {"train": "{0..%s}.tar" % ("9" * 5000)},
-            r"^data\.args\.train: has a range .* over 9 digits",
-        ),
+        ({}, {"train": "{0..%s}.tar" % ("9" * 5000)}, r"^data\.args\.train: has a range .* over 9 digits"),
         ({}, {"train": "a\0.tar"}, r"^data\.args\.train: 'a\\x00\.tar' has a NUL character; take it out"),
         ({"a": {"jpg": b"x", "cls": bytes((1 << 24) + 1)}}, {}, r"sample a has a target of 16777217 bytes"),
         (
@@ -302,15 +266,11 @@ def test_compressed_and_damaged_shards_are_refused(root: Path) -> None:
     path = root / "train-00.tar"
     content = path.read_bytes()
     path.write_bytes(gzip.compress(content))
-    with pytest.raises(
-        BadFileError, match=r"train-00\.tar is compressed \(gzip\), .*; write it uncompressed"
-    ):
+    with pytest.raises(BadFileError, match=r"train-00\.tar is compressed .*gzip.*; write it uncompressed"):
         build(root)
     for damaged in (b"", content[:5000], b"no tar file" * 100):
         path.write_bytes(damaged)
-        with pytest.raises(
-            BadFileError, match=r"train-00\.tar is not a complete tar file: .*; write it again"
-        ):
+        with pytest.raises(BadFileError, match=r"train-00\.tar is not a complete tar.*; write it again"):
             build(root)
 
 
@@ -354,11 +314,7 @@ def test_a_hard_link_has_the_content_of_its_member(root: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "link", "words"),
     [
-        (
-            tarfile.LNKTYPE,
-            "z.cls",
-            r"a\.cls is a link to z\.cls, not a file of the shard; write",
-        ),
+        (tarfile.LNKTYPE, "z.cls", r"a\.cls is a link to z\.cls, not a file of the shard; write"),
         (tarfile.SYMTYPE, "a.jpg", r"a\.cls is a link to a\.jpg, not a file"),
         (tarfile.FIFOTYPE, "", r"a\.cls is of type b'6'"),
         (b"M", "", r"a\.cls is of type b'M'"),
