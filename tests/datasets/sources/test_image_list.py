@@ -29,16 +29,14 @@ from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.index_files import Index, Layout, ensure_index, open_index, packed_texts
 from hpc_train.training.datasets.sources import image_list
-from tests.datasets.samples import experiment
+from tests.datasets.samples import experiment, targets_of
 from tests.datasets.sources.exactness import assert_exact
 
 ANIMALS = ("cat", "ant", "bee")
 LAYOUT = Layout(frozenset({"train", "val"}), image_list.ARRAYS)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -70,10 +68,6 @@ def config(root: Path, cache: Path | None = None, **args: Any) -> DataConfig:
 
 def build(root: Path, *, download: bool = False, **args: Any) -> DataSource:
     return build_source(config(root, **args), download=download)
-
-
-def targets_of(split: Any) -> list[Any]:
-    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
 
 
 def test_rows_keep_their_order_and_classes_are_sorted(root: Path) -> None:
