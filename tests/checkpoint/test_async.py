@@ -244,9 +244,7 @@ def lose_a_peer(rank: int, folder: Path, store: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(16)
-def test_a_peer_that_is_killed_while_it_writes_fails_the_save(
-    tmp_path: Path,
-) -> None:
+def test_a_peer_that_is_killed_while_it_writes_fails_the_save(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     context = mp.get_context("spawn")
     ranks = [

@@ -111,9 +111,7 @@ def resized_part(data: bytes, box: tuple[int, int, int, int], to: tuple[int, int
 
 
 @pytest.mark.parametrize("box", [(33, 101, 200, 255), (0, 0, 480, 640), (479, 639, 1, 1)])
-def test_a_part_of_less_than_twice_its_new_sides_has_pillows_pixels(
-    box: tuple[int, int, int, int],
-) -> None:
+def test_a_part_of_less_than_twice_its_new_sides_has_pillows_pixels(box: tuple[int, int, int, int]) -> None:
     to = box[2] // 2 + 1, box[3]
     assert torch.equal(resized_part(large(), box, to), expected_part(large(), box, to))
 
@@ -140,9 +138,7 @@ def test_a_jpeg_is_decoded_no_smaller_than_its_part_becomes(
 
 
 @pytest.mark.parametrize("box", [(40, 80, 400, 480), (3, 5, 477, 635), (101, 203, 161, 161)])
-def test_a_part_of_a_reduced_image_is_at_most_one_of_its_pixels_off(
-    box: tuple[int, int, int, int],
-) -> None:
+def test_a_part_of_a_reduced_image_is_at_most_one_of_its_pixels_off(box: tuple[int, int, int, int]) -> None:
     rows, columns = np.mgrid[:480, :640]
     file = io.BytesIO()
     slope = 0.39

@@ -91,9 +91,7 @@ def test_a_node_that_lost_a_gpu_is_at_fault(
         choose_device("cuda", local_rank, gpus_expected=True)
 
 
-def test_more_ranks_than_gpus_are_a_user_error_without_slurm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_ranks_than_gpus_are_a_user_error_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, 7, None)
     with pytest.raises(BadFileError, match="local rank 7 has no GPU of its own, this node shows 7"):
         choose_device("cuda", 7, gpus_expected=False)

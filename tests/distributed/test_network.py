@@ -43,9 +43,7 @@ def test_slurms_own_address_comes_first_and_names_are_published_too(names: dict[
     assert listened(slurm) == ("127.0.0.5", ["127.0.0.5", "n1", "node1", "node1.cluster"])
 
 
-def test_an_address_of_another_node_is_not_used(
-    names: dict[str, list[str]],
-) -> None:
+def test_an_address_of_another_node_is_not_used(names: dict[str, list[str]]) -> None:
     names["node1"] = ["127.0.0.1", "127.0.0.7"]  # as Debian has it: its own name is loopback first
     slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "192.0.2.200", "SLURMD_NODENAME": "n1"}
     assert listened(slurm)[0] == "127.0.0.7"

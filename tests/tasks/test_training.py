@@ -116,11 +116,7 @@ def _train(rank: int, world_size: int, strategy_name: str, name: str) -> dict[st
             forward.training_sums.result(owns_loss=strategy.owns_loss).get("accuracy", torch.zeros(()))
         )
     held = dict(strategy.model.named_parameters())
-    return {
-        "losses": torch.stack(losses),
-        "sums": torch.stack(sums),
-        "weights": whole(strategy, held, held),
-    }
+    return {"losses": torch.stack(losses), "sums": torch.stack(sums), "weights": whole(strategy, held, held)}
 
 
 def plain_loss(name: str, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

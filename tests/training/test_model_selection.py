@@ -22,11 +22,7 @@ from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.loop import Saves, Trainer
-from hpc_train.training.model_selection import (
-    ModelSelection,
-    check_metrics,
-    refuse_no_evaluations,
-)
+from hpc_train.training.model_selection import ModelSelection, check_metrics, refuse_no_evaluations
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 from tests.experiments import tiny_experiment
 from tests.run.test_checkpoints import write_checkpoint

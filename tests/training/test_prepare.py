@@ -310,8 +310,7 @@ class BadNames(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "error"),
-    [("data", "can_not_be_counted", "rows"), ("model", "no_statistics", "names")],
+    ("key", "value", "error"), [("data", "can_not_be_counted", "rows"), ("model", "no_statistics", "names")]
 )
 def test_an_error_of_users_code_ends_prepare_with_the_users_frames(
     key: str, value: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

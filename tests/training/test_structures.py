@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.experiment.config.training_sections import (
-    CompileConfig,
-    OptimizationConfig,
-    ParallelConfig,
-)
+from hpc_train.experiment.config.training_sections import CompileConfig, OptimizationConfig, ParallelConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.types import Batch, TargetSpec

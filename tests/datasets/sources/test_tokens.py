@@ -729,11 +729,7 @@ def test_ten_gigabytes_open_without_being_read_or_kept_in_memory(tmp_path: Path)
         path.write_bytes(header_of({**what, **entry}))
         os.truncate(path, size_of_shard(per_shard, 0, "uint16"))
     files = [{"file": f"train-{number:05d}.tokens", **entry} for number in range(count)]
-    index = what | {
-        "end_of_document": 50256,
-        "characters": None,
-        "parts": {"train": files},
-    }
+    index = what | {"end_of_document": 50256, "characters": None, "parts": {"train": files}}
     index |= {"fingerprint": index_digest(index)}
     (folder / "index.json").write_text(json.dumps(index))
     before = resource.getrusage(resource.RUSAGE_SELF)
