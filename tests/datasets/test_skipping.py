@@ -27,14 +27,12 @@ from hpc_train.training.datasets.images import as_tensor
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples, stand_ins, too_many
 from hpc_train.training.datasets.types import Batch
-from tests.datasets.samples import CPU, OneByOne, experiment, random_split, source
+from tests.datasets.samples import AUGMENT, CPU, TOTAL_STEPS, OneByOne, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.fault(22)
 
-AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}
-SAMPLES = 20
-TOTAL_STEPS = 7  # G = 8: two steps per epoch
+SAMPLES = 20  # G = 8: two steps per epoch
 
 
 def _truncate(file: Path) -> None:

@@ -129,16 +129,6 @@ def test_numbers_differ_by_sample_epoch_repeat_and_generator() -> None:
     assert len(drawn) == 7 * 8 and len(drawn.unique()) == drawn.numel()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_generators_of_the_rank_are_left_as_they_were(workers: int) -> None:
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = random.random(), np.random.random(), torch.rand(()).item()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    timm: dict[str, Any] = {"randaugment": {"operations": "timm"}}
-    steps(random_split(20), transform=CAREFREE, augment=timm, workers=workers)
-    assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_image_files_are_decoded_for_the_transform(suffix: str, tmp_path: Path) -> None:
     for index, image in enumerate(random_images(8)):

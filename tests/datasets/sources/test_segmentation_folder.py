@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,37 +93,34 @@ def test_a_wrong_mask_names_its_file(root: Path, pixels: np.ndarray, message: st
         read(build(root))
 
 
-def test_a_mask_that_is_not_there_is_found_before_the_first_step(root: Path) -> None:
-    (root / "train/masks/003.png").unlink()
-    with pytest.raises(BadFileError, match=r"1 images have no mask: .*masks/003.png not found; each needs"):
-        build(root)
-
-
 @pytest.mark.parametrize(
-    ("missing", "message"),
+    ("spoil", "message"),
     [
-        ("train/images", r"there is no folder .*/train/images on this machine; the files must be in"),
-        ("val/masks", r"there is no folder .*/val/masks"),
-        ("train", r"there is no folder .*/train/images"),
+        (lambda r: (r / "train/masks/003.png").unlink(), r"1 images have no mask: .*masks/003.png not found"),
+        (
+            lambda r: shutil.copy(r / "train/images/000.png", r / "train/images/000.jpg"),
+            r"have the name of the mask .*/masks/000\.png .*; remove all but",
+        ),
+        (lambda r: move(r, "train/images"), r"no folder .*/train/images on this machine; the files must be"),
+        (lambda r: move(r, "val/masks"), r"there is no folder .*/val/masks"),
+        (lambda r: move(r, "train"), r"there is no folder .*/train/images"),
+        (
+            lambda r: [move(r, "train/images"), (r / "train/images").mkdir()],
+            r"train/images contains no images; put some there",
+        ),
     ],
+    ids=["no mask", "two images", "no images", "no masks", "no split", "empty"],
 )
-def test_a_missing_folder_is_named(root: Path, missing: str, message: str) -> None:
-    (root / missing).rename(root / "elsewhere")
+def test_files_that_are_missing_or_do_not_fit_are_found_before_the_first_step(
+    root: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(root)
     with pytest.raises(BadFileError, match=message):
         build(root)
 
 
-def test_two_images_of_one_mask_are_refused(root: Path) -> None:
-    (root / "train/images/000.jpg").write_bytes((root / "train/images/000.png").read_bytes())
-    with pytest.raises(BadFileError, match=r"have the name of the mask .*/masks/000\.png .*; remove all but"):
-        build(root)
-
-
-def test_an_empty_folder_is_refused(root: Path) -> None:
-    for path in (root / "train/images").iterdir():
-        path.unlink()
-    with pytest.raises(BadFileError, match=r"train/images contains no images; put some there"):
-        build(root)
+def move(root: Path, folder: str) -> None:
+    (root / folder).rename(root / "elsewhere")
 
 
 @pytest.mark.parametrize(
