@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError, StorageError, TransientStorageError, UserError
 from hpc_train.experiment.config.training_sections import OptimizerConfig
-from hpc_train.experiment.topology.degrees import AXES, Degrees
+from hpc_train.experiment.topology.degrees import AXES
 from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import remove, verify
@@ -31,10 +31,7 @@ from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.matching import deal
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
-from hpc_train.training.distributed.device import Precision
 from hpc_train.training.optimization import make_optimizer
-from hpc_train.training.strategies.base import RankContext
-from hpc_train.training.strategies.ddp import DDPStrategy
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     assert_loads,
@@ -45,6 +42,7 @@ from tests.checkpoint.checkpoint_runs import (
     forge,
     make_run,
 )
+from tests.rank_context import make_strategy
 from tests.waiting import HANG_LIMIT_S
 
 LIMIT_S = HANG_LIMIT_S
@@ -60,6 +58,14 @@ def saved(run: RunPaths) -> Trainee:
         trainee.train(1)
         trainee.checkpointer(run).save(trainee.state, step, EXTRA)
     return trainee
+
+
+def assert_refused(run: RunPaths, trainee: Trainee, words: str = "") -> None:
+    """Load the newest checkpoint: an error for the user, and nothing of the trainee has changed."""
+    before = trainee.everything()
+    with pytest.raises(BadFileError, match=words):
+        trainee.checkpointer(run).load_newest(trainee.state)
+    assert differences(before, trainee.everything()) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -169,10 +175,7 @@ class Optimised:
             OptimizerConfig(name=name, lr=0.01), dict(self.model.named_parameters()), 64
         )
         self.state = TrainingState(self.model, self.optimizer)
-        context = RankContext(
-            0, Degrees(), torch.device("cpu"), Precision("test", torch.float32, torch.float32)
-        )
-        self.strategy = DDPStrategy(context)
+        self.strategy = make_strategy("ddp", precision="fp32")
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -206,18 +209,8 @@ def check_resumed_equals_straight(name: str, folder: Path) -> None:
 
 #: One of each kind of state; the slow test has all names.
 _OF_TIMM = (
-    "adafactor",
-    "adafactorbv",
-    "adan",
-    "adopt",
-    "lamb",
-    "lambc",
-    "lars",
-    "madgrad",
-    "mars",
-    "muon",
-    "nlarc",
-)
+    "adafactor", "adafactorbv", "adan", "adopt", "lamb", "lambc", "lars", "madgrad", "mars", "muon", "nlarc",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -275,8 +268,7 @@ def test_a_forged_counter_of_a_group_is_a_clear_error(
     optimizer = state_of(run)["optimizer"]
     optimizer["groups"][0] |= {"tensors": dtypes, "values": {"step": value}}
     forge(run.checkpoint(2), optimizer=optimizer)
-    with pytest.raises(BadFileError, match=r"state\.json: optimizer is not as hpc-train writes it"):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"state\.json: optimizer is not as hpc-train writes it")
 
 
 @pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
@@ -345,8 +337,7 @@ def test_untied_weights_are_not_taken_from_a_tied_model_in_reverse(run: RunPaths
     other.model.tied_b.weight = untied
     other.optimizer.param_groups[0]["params"].append(untied)
     other.checkpointer(run).save(other.state, 3, {})
-    with pytest.raises(BadFileError, match=r"model\.tied_b\.weight is shared with model\.tied_a\.weight"):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"model\.tied_b\.weight is shared with model\.tied_a\.weight")
 
 
 # Damage ----------------------------------------------------------------------------------------------
@@ -481,8 +472,7 @@ def test_one_of_a_newer_version_is_refused_and_left_alone(run: RunPaths, saved: 
     manifest = run.checkpoint(2).manifest
     newer = json.loads(manifest.read_text()) | {"version": 99, "hpc_train": "9.1.0"}
     manifest.write_text(json.dumps(newer))
-    with pytest.raises(BadFileError, match=r"version is 99, .*use hpc-train 9\.1\.0, or a newer one"):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"version is 99, .*use hpc-train 9\.1\.0, or a newer one")
     assert folder_names(run) == ["step-00000001", "step-00000002"]
 
 
@@ -549,8 +539,7 @@ def _change_entry(checkpoint: CheckpointPaths, changed: Callable[[dict[str, Any]
 def test_a_forged_shard_is_a_clear_error(run: RunPaths, saved: Trainee, damage) -> None:  # type: ignore[no-untyped-def]
     damage(run.checkpoint(2))
     forge(run.checkpoint(2))
-    with pytest.raises(BadFileError, match=r"shard-00000\.safetensors: "):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"shard-00000\.safetensors: ")
 
 
 @pytest.mark.fault(44)
@@ -559,14 +548,12 @@ def test_a_pickle_named_as_a_shard_runs_nothing(run: RunPaths, saved: Trainee, t
     for path in (run.checkpoint(2).shard(0), run.checkpoint(1).shard(0)):
         path.write_bytes(pickle.dumps(Trap(trap)))
     forge(run.checkpoint(2), tensors={})
-    with pytest.raises(BadFileError):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved)
     shutil.rmtree(run.checkpoint(2).folder)
     size = run.checkpoint(1).shard(0).stat().st_size
     tensors = {"model.x": {"dtype": "U8", "shape": [size], "pieces": [[0, [0], [size]]]}}
     forge(run.checkpoint(1), tensors=tensors, tied={})
-    with pytest.raises(BadFileError):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved)
     assert not trap.exists()
     pickle.loads(pickle.dumps(Trap(trap)))
     assert trap.exists()  # it would have sprung
@@ -619,8 +606,7 @@ def test_a_forged_table_is_a_clear_error(run: RunPaths, saved: Trainee, forged: 
     said = r"state\.json is not as hpc-train writes it"
     if forged == NUMBERED:  # as of the second piece in a shard
         said = r"model\.first\.weight\.\.1 is not in it, though"
-    with pytest.raises(BadFileError, match=said):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, said)
 
 
 def test_groups_come_back_in_any_order(run: RunPaths, saved: Trainee) -> None:
@@ -648,10 +634,7 @@ def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> Non
     optimizer = state_of(run)["optimizer"]
     change(optimizer["groups"])
     forge(run.checkpoint(2), optimizer=optimizer)
-    before = saved.everything()
-    with pytest.raises(BadFileError, match="optimizer"):
-        saved.checkpointer(run).load_newest(saved.state)
-    assert differences(before, saved.everything()) == []
+    assert_refused(run, saved, "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -690,12 +673,8 @@ def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> Non
     ],
 )
 def test_a_forged_state_is_a_clear_error(run: RunPaths, saved: Trainee, changes: dict[str, Any]) -> None:
-    before = saved.everything()
     forge(run.checkpoint(2), **changes)
-    said = r"state\.json is not as hpc-train writes it" if "extra" in changes else None
-    with pytest.raises(BadFileError, match=said):
-        saved.checkpointer(run).load_newest(saved.state)
-    assert differences(before, saved.everything()) == []
+    assert_refused(run, saved, r"state\.json is not as hpc-train writes it" if "extra" in changes else "")
 
 
 @pytest.mark.parametrize(

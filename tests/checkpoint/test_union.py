@@ -24,6 +24,7 @@ from hpc_train.training.strategies.base import Piece
 from hpc_train.training.strategies.pieces import dealt_out, dealt_pieces
 from hpc_train.training.train_state import Ema
 from tests.checkpoint.checkpoint_runs import (
+    begin_and_finish,
     differences,
     error_of,
     folder_names,
@@ -446,11 +447,6 @@ def change_alone(rank: int, ranks: int, folder: Path) -> list[str]:
     seen.append(error_of(lambda: other_checkpointer.save(both.state, 6, {})))
     checkpointer.save(stages.state, 7, {})
     return seen
-
-
-def begin_and_finish(checkpointer: Checkpointer, state: TrainingState, step: int) -> None:
-    checkpointer.begin(state, step, {})
-    checkpointer.finish()
 
 
 @pytest.mark.slow

@@ -102,12 +102,8 @@ def test_an_interface_that_the_node_lacks_is_refused(tmp_path: Path, monkeypatch
 
 def test_a_store_that_nobody_reaches_is_reported_with_its_address(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
-    with (
-        socket.socket() as silent,
-        pytest.raises(
-            UserError, match=r"127\.0\.0\.1, no-such-host\.invalid, port .* set GLOO_SOCKET_IFNAME"
-        ),
-    ):
+    words = r"127\.0\.0\.1, no-such-host\.invalid, port .* set GLOO_SOCKET_IFNAME"
+    with socket.socket() as silent, pytest.raises(UserError, match=words):
         silent.bind(("127.0.0.1", 0))  # it refuses, and nobody else takes it
         port, hosts = silent.getsockname()[1], ["127.0.0.1", "no-such-host.invalid"]
         write_json(rendezvous, {"hosts": hosts, "port": port, "token": "token"})
@@ -127,8 +123,6 @@ def test_a_rank_that_does_not_come_is_missed(tmp_path: Path) -> None:
         (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), True),
         (dist.DistNetworkError("The client socket has timed out"), True),
         (dist.DistStoreError("wait timeout after 1000ms, keys: /q"), True),
-        (dist.DistBackendError("NCCL error: ncclRemoteError: remote process exited"), True),
-        (dist.DistBackendError("NCCL error: ncclInvalidUsage: Duplicate GPU detected"), False),
         (PeerLostError("rank 0 did not come"), True),
         (RuntimeError("CUDA out of memory"), False),
         (ValueError("Connection closed by peer"), False),
@@ -331,12 +325,9 @@ def test_a_silent_address_is_given_up_early(tmp_path: Path, monkeypatch: pytest.
 def test_ranks_of_several_nodes_meet_where_slurm_reaches_the_first(tmp_path: Path) -> None:
     """Two nodes that are one machine: the name they go by says nothing, srun's address does."""
     rendezvous = tmp_path / "rendezvous.json"
-    script = (
-        PRELUDE.replace(
-            "RankFacts.from_environment(os.environ)",
-            "RankFacts(int(os.environ['RANK']), 2, 0, 1, int(os.environ['RANK']), 2)",
-        )
-        + """
+    facts = "RankFacts(int(os.environ['RANK']), 2, 0, 1, int(os.environ['RANK']), 2)"
+    script = PRELUDE.replace("RankFacts.from_environment(os.environ)", facts)
+    script += """
 group = joined()
 total = torch.tensor([facts.rank + 1])
 dist.all_reduce(total)
@@ -345,12 +336,7 @@ group.wait_to_leave()
 group.leave()
 os._exit(0)
 """
-    )
-    slurm = {
-        "SLURM_PROCID": "0",
-        "SLURM_SRUN_COMM_HOST": "127.0.0.1",
-        "SLURMD_NODENAME": "no-such-host.invalid",
-    }
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.1", "SLURMD_NODENAME": "no-such.invalid"}
     first, second = run_script(script, 2, str(rendezvous), **slurm)
     assert first.stdout.split() == second.stdout.split() == ["3", "lo"], first.stderr + second.stderr
     assert json.loads(rendezvous.read_text())["hosts"][0] == "127.0.0.1"

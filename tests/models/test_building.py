@@ -59,11 +59,6 @@ def test_grey_images_keep_the_names_of_parameters_and_compile() -> None:
     assert torch.equal(model(image), expected)
 
 
-def test_five_channels_are_refused_by_torchvision() -> None:
-    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; use timm's"):
-        build("torchvision/resnet18", info(channels=5))
-
-
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
@@ -74,6 +69,12 @@ def test_five_channels_are_refused_by_torchvision() -> None:
         ("torchvision/resnet", {}, "model.name: .*did you mean torchvision/resnet"),
         ("torchvision/resnet18", {"group": 1}, "no argument 'group'; did you mean 'groups'"),
         ("torchvision/resnet18", {"weights": "DEFAULT"}, "model.args.weights: .*; write model.pretrained"),
+        # ``validate`` builds models in a child process: no argument may make timm read a file there.
+        (
+            "timm/test_resnet",
+            {"checkpoint_path": "w.pth"},
+            "args.checkpoint_path: .*; write model.pretrained",
+        ),
         ("tests.models.factories:mlp", {"widht": 1}, "no argument 'widht'; did you mean 'width'"),
         ("tests.models.factories:no_module", {}, "model.name: .*made a str"),
     ],
@@ -81,20 +82,20 @@ def test_five_channels_are_refused_by_torchvision() -> None:
 def test_mistakes_in_names_and_arguments_are_named(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(BadFileError, match=message):
         build(name, args=args)
+    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; use timm's"):
+        build("torchvision/resnet18", info(channels=5))
 
 
-def test_factory_gets_the_number_of_classes_only_if_it_takes_it() -> None:
-    assert build("tests.models.factories:mlp", info(5)).get_submodule("3").out_features == 5
-    assert build("tests.models.factories:seven_classes", info(5)).out_features == 7
-
-
-def test_factory_model_is_brought_to_float32() -> None:
-    assert build("tests.models.factories:double_precision").weight.dtype == torch.float32
-
-
-def test_a_factorys_own_mistake_stays_its_own() -> None:
+def test_a_factorys_model_is_taken_and_its_own_mistake_stays_its_own() -> None:
+    factories = "tests.models.factories"
+    assert build(f"{factories}:mlp", info(5)).get_submodule("3").out_features == 5
+    assert build(f"{factories}:seven_classes", info(5)).out_features == 7, "takes no number of classes"
+    assert build(f"{factories}:double_precision").weight.dtype == torch.float32
+    assert build(f"{factories}:lazy_that_ran")[0].weight.shape == (10, 4)  # type: ignore[index]
     with pytest.raises(TypeError, match="a mistake inside"):
-        build("tests.models.factories:broken")
+        build(f"{factories}:broken")
+    with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
+        build_by_factory(ModelConfig(name=f"{factories}:mlp", pretrained=True), info())
 
 
 @pytest.mark.parametrize(
@@ -113,18 +114,9 @@ def test_a_model_without_values_is_refused(factory: str, words: str, pretrained:
         build(f"tests.models.factories:{factory}", pretrained=pretrained)
 
 
-def test_a_lazy_layer_that_has_run_is_a_layer() -> None:
-    assert build("tests.models.factories:lazy_that_ran")[0].weight.shape == (10, 4)  # type: ignore[index]
-
-
 def test_a_model_that_is_wanted_on_meta_may_be_there() -> None:
     with torch.device("meta"):
         assert next(build("tests.models.factories:on_meta").parameters()).is_meta
-
-
-def test_factory_has_no_hub() -> None:
-    with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
-        build_by_factory(ModelConfig(name="tests.models.factories:mlp", pretrained=True), info())
 
 
 @pytest.mark.parametrize("name", ["timm/resnet18", "torchvision/resnet18"])
@@ -326,9 +318,3 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
     path.write_bytes(b"not weights")
     with pytest.raises(BadFileError, match=r"^model.pretrained: .*damaged"):
         build("tests.models.factories:mlp", pretrained=str(path))
-
-
-def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
-    """``validate`` builds models in a child process: no argument may make timm read a file there."""
-    with pytest.raises(BadFileError, match=r"^model\.args\.checkpoint_path: .*; write model\.pretrained$"):
-        build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,8 @@ _LIBRARIES = {"hf/": "transformers", "detection": "pycocotools"}
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    made = Groups()
-    yield made
-    made.close()
+    with closing(Groups()) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from hpc_train.training.strategies.stages import OutputSpecs, make_contiguous
 from hpc_train.training.train_state import Ema
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
+from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
 
 STEPS = 3
@@ -35,9 +36,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    made = Groups()
-    yield made
-    made.close()
+    with closing(Groups()) as started:
+        yield started
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def train(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     return {
         "losses": torch.stack(losses),
         "norms": torch.stack(norms),
-        "weights": {name: strategy.pieces(value, value) for name, value in tensors.items()},
-        "gradients": {name: strategy.pieces(value, parameters[name]) for name, value in gradients.items()},
+        "weights": whole(strategy, tensors, tensors, has_one_writer=True),
+        "gradients": whole(strategy, gradients, parameters, has_one_writer=True),
         "outputs": torch.stack(outputs),
         "owns_loss": strategy.owns_loss,
         "forwards": forwards,
@@ -186,31 +186,12 @@ def plain_training(case: Case) -> dict[str, Any]:
             "gradients": gradients, "outputs": torch.stack(outputs)}  # fmt: skip
 
 
-def whole(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, Tensor]:
-    """Put the pieces of all ranks together, each part by the one that writes it."""
-    found: dict[str, Tensor] = {}
-    times: dict[str, Tensor] = {}
-    for rank in ranks:
-        for name, pieces in rank[what].items():
-            for piece in pieces:
-                into = found.setdefault(name, torch.zeros(piece.shape, dtype=piece.local.dtype))
-                count = times.setdefault(name, torch.zeros(piece.shape, dtype=torch.int64))
-                place = tuple(
-                    slice(at, at + size) for at, size in zip(piece.offset, piece.local.shape, strict=True)
-                )
-                if piece.is_writer:
-                    into[place] = piece.local
-                    count[place] += 1
-    assert all((count == 1).all() for count in times.values()), "a part is written not once"
-    return found
-
-
 def assert_equals_plain_training(case: Case, ranks: Sequence[dict[str, Any]], within: float = 1e-9) -> None:
     expected = plain_training(case)
     close = {"rtol": within, "atol": within, "check_dtype": False}
     torch.testing.assert_close(sum(rank["losses"] for rank in ranks), expected["losses"], **close)
     for what in ("weights", "gradients"):
-        found = whole(ranks, what)
+        found = ranks[0][what]
         assert set(found) == set(expected[what])
         for name, value in expected[what].items():
             torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}", **close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -271,9 +271,8 @@ def case_of(strategy: str, shape: Shape, *overrides: str) -> Case:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    started = Groups()
-    yield started
-    started.close()
+    with closing(Groups()) as started:
+        yield started
 
 
 @pytest.mark.slow
