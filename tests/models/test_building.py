@@ -73,7 +73,7 @@ def test_grey_images_keep_the_names_of_parameters_and_compile() -> None:
         (
             "timm/test_resnet",
             {"checkpoint_path": "w.pth"},
-            "args.checkpoint_path: .*; write model.pretrained",
+            "checkpoint_path: .*; write model.pretrained",
         ),
         ("tests.models.factories:mlp", {"widht": 1}, "no argument 'widht'; did you mean 'width'"),
         ("tests.models.factories:no_module", {}, "model.name: .*made a str"),

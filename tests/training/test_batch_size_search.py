@@ -44,7 +44,7 @@ def test_first_tried_are_sizes_that_double_up_to_the_largest() -> None:
     assert doubling([]) == []
 
 
-def test_what_was_found_is_kept_the_first_one_counts_and_a_damaged_file_is_not_taken_for_none(
+def test_what_was_found_first_is_kept_and_a_damaged_file_is_not_taken_for_none(
     tmp_path: Path,
 ) -> None:
     paths = small_run(tmp_path)
