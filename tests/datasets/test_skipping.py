@@ -146,9 +146,8 @@ class PartlyBroken(OneByOne):
 
 def indices_of(count: int = SAMPLES) -> dict[tuple[int, int], list[int]]:
     """Return which samples are where when all can be read."""
-    with training_batches(
-        source(random_split(count)), experiment(), Position(0), TOTAL_STEPS, 0, 1, CPU
-    ) as batches:
+    data = source(random_split(count))
+    with training_batches(data, experiment(), Position(0), TOTAL_STEPS, 0, 1, CPU) as batches:
         return {(slot.step, slot.number): slot.targets.tolist() for _, step in batches for slot in step}
 
 
@@ -303,9 +302,7 @@ def test_the_file_names_each_once(
     lines = paths.attempt(1).bad_samples(0).read_text().splitlines()
     named = sorted((json.loads(line) for line in lines), key=lambda sample: sample["index"])
     assert [sample["index"] for sample in named] == sorted(DAMAGES)
-    assert [sample["name"] for sample in named] == [
-        str(_file(data.train, index)) for index in sorted(DAMAGES)
-    ]
+    assert [sample["name"] for sample in named] == [str(_file(data.train, i)) for i in sorted(DAMAGES)]
     assert named[0]["split"] == "train"
     assert "truncated" in named[0]["why"]
     assert sorted(record.getMessage() for record in caplog.records) == sorted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,14 @@ def outputs_of(batch: Batch) -> Tensor:
     return torch.randn(10, 10, generator=torch.Generator().manual_seed(1))[batch.targets]
 
 
+def shown(made: Pictures, change: Callable[[Batch], Batch] = lambda batch: batch) -> dict[str, bytes]:
+    """Return the files of an evaluation of which ``change`` gives the batches that are seen."""
+    made.begin("")
+    for batch in batches():
+        made.add("", outputs_of(batch), batch, change(batch))
+    return made.files(0, {})
+
+
 def evaluated(drawn: Pictures, rank: int = 0, world_size: int = 1) -> dict[str, bytes]:
     for prefix in ("", "ema_"):
         drawn.begin(prefix)
@@ -151,9 +159,7 @@ def test_a_sample_without_a_picture_is_omitted() -> None:
 
 def test_samples_that_are_not_valid_are_omitted() -> None:
     made = pictures(count=NUM_SAMPLES)
-    made.begin("")
-    for batch in batches():
-        made.add("", outputs_of(batch), batch, replace(batch, valid=batch.valid & (batch.targets != 3)))
+    shown(made, lambda batch: replace(batch, valid=batch.valid & (batch.targets != 3)))
     assert sorted(made._drawn[""]) == [number for number in range(NUM_SAMPLES) if number % 10 != 3]
 
 
@@ -187,22 +193,15 @@ def test_a_task_that_fails_to_draw_does_not_end_training(caplog: pytest.LogCaptu
     ],
 )
 def test_features_have_no_pictures(inputs: Any) -> None:
-    made = pictures()
-    made.begin("")
-    for batch in batches():
-        made.add("", outputs_of(batch), batch, replace(batch, inputs=inputs))
-    assert made.files(0, {}) == {}
+    assert shown(pictures(), lambda batch: replace(batch, inputs=inputs)) == {}
 
 
 def test_of_several_inputs_the_first_image_is_shown() -> None:
-    made, plain = pictures(), pictures()
-    for each, name in ((made, "several"), (plain, "one")):
-        each.begin("")
-        for batch in batches():
-            inputs: Any = {"age": torch.ones(SIZE, 2), "photo": batch.inputs}
-            seen = replace(batch, inputs=inputs) if name == "several" else batch
-            each.add("", outputs_of(batch), batch, seen)
-    assert made.files(0, {}) == plain.files(0, {})
+    def several(batch: Batch) -> Batch:
+        inputs: Any = {"age": torch.ones(SIZE, 2), "photo": batch.inputs}
+        return replace(batch, inputs=inputs)
+
+    assert shown(pictures(), several) == shown(pictures())
 
 
 def test_off_or_without_validation_data_nothing_is_drawn() -> None:

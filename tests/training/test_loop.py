@@ -6,7 +6,6 @@ import errno
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ from hpc_train.training.non_finite import Guard, RollbackError
 from hpc_train.training.optimization import Optimization
 from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.train_state import TrainState
-from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.checkpoint.checkpoint_runs import Trainee, folder_names
 from tests.experiments import tiny_experiment
 from tests.waiting import HANG_LIMIT_S
 
@@ -50,11 +49,6 @@ LIMIT_S = HANG_LIMIT_S
 CPU = torch.device("cpu")
 #: Steps done before the one whose loss is NaN.
 GOOD_STEPS = 3
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
 
 
 class Task:
@@ -300,12 +294,8 @@ TOTAL_STEPS = 12
 
 
 def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> Cadence:
-    return Cadence(
-        EvaluationConfig(**evaluation or {}),
-        CheckpointConfig(**checkpoint or {}),
-        TOTAL_STEPS,
-        STEPS_PER_EPOCH,
-    )
+    configs = EvaluationConfig(**evaluation or {}), CheckpointConfig(**checkpoint or {})
+    return Cadence(*configs, TOTAL_STEPS, STEPS_PER_EPOCH)
 
 
 @pytest.mark.parametrize(("evaluation", "steps"), [

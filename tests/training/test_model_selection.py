@@ -22,7 +22,7 @@ from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.loop import Saves, Trainer
 from hpc_train.training.model_selection import ModelSelection, check_metrics
-from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.checkpoint.checkpoint_runs import Trainee, folder_names
 from tests.experiments import tiny_experiment
 from tests.run.test_checkpoints import write_checkpoint
 from tests.training.test_loop import Task, make_trainer
@@ -34,11 +34,6 @@ ACCURACIES = [0.1, 0.6, 0.4, 0.5, 0.2, 0.7, 0.3, 0.3, 0.3, 0.3]
 BEST, STOPPING = BestConfig(metric="accuracy", mode="max"), EarlyStoppingConfig(
     metric="accuracy", mode="max", patience=3
 )  # fmt: skip
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
 
 
 class StepTask(Task):

@@ -135,25 +135,20 @@ def test_what_a_trial_raised_is_told_as_the_ranks_own(
     assert said in capsys.readouterr().err, "the log has the whole of it"
 
 
+ADDRESS_SPACE = "the address space is limited to 4096 MiB (`ulimit -v`)"
+
+
 @pytest.mark.parametrize(
     ("error", "limit", "words"),
     [
-        (MemoryError("x"), resource.RLIMIT_AS, "the address space is limited to 4096 MiB (`ulimit -v`)"),
-        (
-            RuntimeError("unable to allocate memory"),
-            resource.RLIMIT_AS,
-            "the address space is limited to 4096 MiB (`ulimit -v`)",
-        ),
+        (MemoryError("x"), resource.RLIMIT_AS, ADDRESS_SPACE),
+        (RuntimeError("unable to allocate memory"), resource.RLIMIT_AS, ADDRESS_SPACE),
+        (RuntimeError("can't start new thread"), resource.RLIMIT_AS, ADDRESS_SPACE),
         (OSError(errno.EFBIG, "x"), resource.RLIMIT_FSIZE, "a file is limited to 4096 MiB (`ulimit -f`)"),
         (
             OSError(errno.EMFILE, "Too many open files"),
             resource.RLIMIT_NOFILE,
             "the number of open files is limited to 4294967296 (`ulimit -n`)",
-        ),
-        (
-            RuntimeError("can't start new thread"),
-            resource.RLIMIT_AS,
-            "the address space is limited to 4096 MiB (`ulimit -v`)",
         ),
     ],
 )

@@ -120,14 +120,10 @@ def made(name: str) -> tuple[Experiment, Task]:
     make, kind, keys = TASKS[name]
     sizes = {"global_batch_size": SAMPLES, "micro_batch_size": 1}
     config = tiny_experiment(sizes | keys, model={"name": "own:net", "args": {"num_classes": CLASSES}})
+    length = SIDE * SIDE if kind == "tokens" else None
+    shape = (CLASSES,) if kind in ("several", "numbers") else ()
     info = DataInfo(
-        CLASSES,
-        1,
-        (0.5,),
-        (0.5,),
-        sequence_length=SIDE * SIDE if kind == "tokens" else None,
-        ignore_index=IGNORED,
-        target_shape=(CLASSES,) if kind in ("several", "numbers") else (),
+        CLASSES, 1, (0.5,), (0.5,), sequence_length=length, ignore_index=IGNORED, target_shape=shape
     )
     return config, make(config, info)
 
