@@ -42,6 +42,9 @@ facts = RankFacts.from_environment(os.environ)
 rendezvous = Path(sys.argv[1])
 def joined(**limits):
     return join(facts, torch.device("cpu"), rendezvous, "token", Timeouts(**limits))
+def end():
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
@@ -193,8 +196,7 @@ else:
     while not done.exists():
         time.sleep(0.02)
 group.leave()
-sys.stdout.flush()
-os._exit(0)
+end()
 """
     first, second = run_script(PRELUDE + script, 2, str(rendezvous))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
@@ -226,8 +228,7 @@ try:
 except (RuntimeError, PeerLostError) as error:
     print(peer_lost(error))
 group.leave()
-sys.stdout.flush()
-os._exit(0)
+end()
 """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     first, second = run_script(PRELUDE + script, 2, str(rendezvous), **address)
@@ -236,18 +237,14 @@ os._exit(0)
     assert not rendezvous.exists()
 
 
-#: Joins, and prints whether the error says that a peer is lost, its class and message.
-JOINS = (
-    PRELUDE
-    + """
+#: Prints whether the error says that a peer is lost, its class and message.
+JOINS = f"""{PRELUDE}
 try:
     joined(join_s=60)
 except Exception as error:
     print(peer_lost(error), type(error).__name__, error)
-sys.stdout.flush()
-os._exit(0)
+end()
 """
-)
 
 
 @pytest.mark.slow

@@ -119,17 +119,27 @@ def test_a_model_that_is_wanted_on_meta_may_be_there() -> None:
         assert next(build("tests.models.factories:on_meta").parameters()).is_meta
 
 
-@pytest.mark.parametrize("name", ["timm/resnet18", "torchvision/resnet18"])
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("timm/resnet18", {}, ""),
+        ("torchvision/resnet18", {}, ""),
+        ("smp/unet", {"encoder_name": "resnet18"}, "resnet18"),
+        ("smp/unet", {"encoder_name": "tu-resnet18.a1_in1k"}, "tu-resnet18.a1_in1k"),
+    ],
+)
 def test_hub_weights_that_are_not_there_name_prepare_and_wait_for_no_network(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, args: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
+    if name.startswith("smp/"):
+        pytest.importorskip("segmentation_models_pytorch", reason="the extra smp is not installed")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("used the network"))
-    with pytest.raises(BadFileError, match=r"(?s)^model.pretrained: .*hpc-train prepare FILE"):
-        build(name, pretrained=True)
+    with pytest.raises(BadFileError, match=rf"(?s)^model.pretrained: .*{words}.*hpc-train prepare FILE"):
+        build(name, args=args, pretrained=True)
 
 
 def test_torchvisions_cached_weights_are_loaded_and_the_head_swapped(

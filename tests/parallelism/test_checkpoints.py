@@ -88,8 +88,7 @@ def checkpointer(trainee: Trainee, rank: int, ranks: int, folder: Path) -> Check
 def test_a_checkpoint_of_any_strategy_loads_under_any_other(
     model: str, strategies: tuple[str, ...], tmp_path: Path
 ) -> None:
-    groups = Groups()
-    try:
+    with closing(Groups()) as groups:
         for saved_under in strategies:
             folder = tmp_path / saved_under
             begin_attempt(RunPaths(folder), 1)
@@ -116,8 +115,6 @@ def test_a_checkpoint_of_any_strategy_loads_under_any_other(
                     torch.testing.assert_close(
                         after[name], value, rtol=0, atol=1e-9, msg=f"{strategy}: {name}"
                     )
-    finally:
-        groups.close()
 
 
 def test_what_is_compared_does_differ(tmp_path: Path) -> None:

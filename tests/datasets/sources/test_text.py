@@ -153,10 +153,6 @@ def test_a_missing_text_is_named(tmp_path: Path) -> None:
         built(tmp_path / "nowhere.txt")
     with pytest.raises(BadFileError, match=r"^data.root: .* has no file train.txt"):
         built(tmp_path)
-    with pytest.raises(BadFileError, match=r"^data.root: is missing, and text needs it; write a text file"):
-        build_source(DataConfig(name="text"))
-    with pytest.raises(BadFileError, match=r"^data.name: text takes no name after it; write text$"):
-        build_source(DataConfig(name="text/x"))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
