@@ -249,9 +249,7 @@ def test_a_groups_number_comes_back_as_the_tensor_that_it_was(run: RunPaths, dty
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(())], float("inf"), object()])
-def test_what_training_added_to_a_group_and_json_can_not_hold_is_refused(
-    run: RunPaths, value: object
-) -> None:
+def test_what_training_added_to_a_group_and_json_can_not_hold_fails(run: RunPaths, value: object) -> None:
     trainee = Trainee()
     trainee.optimizer.param_groups[0]["history"] = value
     with pytest.raises(BadFileError, match=r"^optimization\.optimizer\.name: its state 'history' is neither"):
@@ -272,9 +270,7 @@ def test_a_forged_counter_of_a_group_is_a_clear_error(
 
 
 @pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
-def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
-    is_fused: bool, place: str
-) -> None:
+def test_counters_are_on_the_device_of_the_optimizers_kernel(is_fused: bool, place: str) -> None:
     """The meta device represents a GPU: only the device is checked."""
     parameters = [torch.empty(3, device="meta"), torch.empty((), device="meta")]
     optimizer = torch.optim.AdamW(parameters)
@@ -323,9 +319,7 @@ def test_other_parameter_groups_are_refused(run: RunPaths, saved: Trainee) -> No
         ({"dtype": torch.float64}, r"F32 \[8, 5\] in the checkpoint, F64 \[8, 5\] in the model"),
     ],
 )
-def test_another_model_is_refused_by_name(
-    run: RunPaths, saved: Trainee, other: dict[str, Any], said: str
-) -> None:
+def test_another_model_is_refused(run: RunPaths, saved: Trainee, other: dict[str, Any], said: str) -> None:
     with pytest.raises(BadFileError, match=said):
         assert_loads(run, 2, **other)
     assert folder_names(run) == ["step-00000001", "step-00000002"]

@@ -262,9 +262,7 @@ def colored_masks(root: Path) -> Path:
         (lambda root: write_coco(root, train=0), r"no image below .*train can be opened"),
     ],
 )
-def test_folders_that_no_run_can_read_are_refused(
-    make: Callable[[Path], Path], message: str, tmp_path: Path
-) -> None:
+def test_unreadable_folders_are_refused(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         survey(make(tmp_path / "data"))
 

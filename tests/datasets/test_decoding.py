@@ -223,9 +223,7 @@ def test_a_pgm_file_is_scaled_by_the_maximum_that_it_states(value_range: tuple[f
         (portable(b"P6", 200, 0, 100, 200), [0, 128, 255], True),
     ],
 )
-def test_a_value_range_is_refused_for_sixteen_bits_per_color(
-    data: bytes, pixels: list[int], is_scalable: bool
-) -> None:
+def test_a_value_range_needs_eight_bits_per_color(data: bytes, pixels: list[int], is_scalable: bool) -> None:
     """Pillow reads eight of them, so the range can't be applied."""
     expected = decode(data, 3)
     assert expected.permute(1, 2, 0).flatten().tolist() == pixels
@@ -262,9 +260,7 @@ def test_an_image_above_pillows_limit_can_be_allowed(form: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("file_format", "options"), [("TIFF", {"compression": "tiff_lzw"}), ("PPM", {}), ("PNG", {}), ("BMP", {})]
 )
-def test_files_of_eight_bits_per_color_are_not_taken_for_sixteen(
-    file_format: str, options: dict[str, str]
-) -> None:
+def test_eight_bits_per_color_are_not_taken_for_sixteen(file_format: str, options: dict[str, str]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(pixels), file_format, **options)
     with Image.open(io.BytesIO(data)) as image:

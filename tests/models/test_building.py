@@ -208,9 +208,7 @@ def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
         torch.save({"state_dict": {f"module._orig_mod.{key}": v for key, v in weights.items()}}, path)
 
 
-def test_the_head_stays_where_the_classes_are_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_head_stays_if_the_classes_are_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = build("timm/resnet10t")
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     with caplog.at_level(logging.INFO):

@@ -156,9 +156,7 @@ def steps_of(rank: int, world_size: int, kind: str) -> dict[str, dict[str, Any]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradients_and_loss_equal_plain_pytorch_on_any_number_of_ranks(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_gradients_and_loss_equal_plain_pytorch_on_any_ranks(world_size: int, tmp_path: Path) -> None:
     found = run_ranks(world_size, steps_of, "batchnorm", folder=tmp_path)
     for name in NAMES:
         assert_equals_plain_pytorch([rank[name] for rank in found])

@@ -422,9 +422,7 @@ def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("key", ["foreach", "fused"])
-def test_parameters_of_several_meshes_are_updated_one_by_one(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_of_several_meshes_update_one_by_one(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.training.optimization._num_meshes", lambda parameters: 2)
     assert _with_kernel({}, [], may_fuse=True) == {"foreach": False}
     assert _with_kernel({key: True}, [], may_fuse=True) == {key: True}

@@ -89,9 +89,7 @@ def compiled_graphs() -> int:
     ],
     ids=["blocks", "model", "off"],
 )
-def test_the_scope_is_compiled_and_names_and_results_stay(
-    config: CompileConfig, graphs: int, is_whole: bool
-) -> None:
+def test_the_scope_is_compiled_and_names_stay(config: CompileConfig, graphs: int, is_whole: bool) -> None:
     target = model()
     names, expected = list(target.state_dict()), target(torch.ones(1, 2))
     compile_model(target, find_blocks(target), config, CPU)

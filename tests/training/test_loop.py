@@ -221,9 +221,7 @@ def test_an_automatic_interval_replaces_that_of_the_file(
                      "interruptions": 1, "mtbf_s": pytest.approx(3600 + waited_s)}  # fmt: skip
 
 
-def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_a_rollback_old_checkpoints_are_gone(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the ranks would look at what goes away meanwhile."""
     hold(monkeypatch, writing.checkpoints, "prune", "close", "_clearing")
     with pytest.raises(RollbackError):
@@ -275,9 +273,7 @@ def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
     assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]
 
 
-def test_the_files_of_an_evaluation_are_written_before_its_row(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_evaluation_precede_its_row(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(run, "rollback", evaluate_every=GOOD_STEPS)
     output = TaskFiles(cast(Any, SimpleNamespace(files=lambda sums: {"table.csv": b"1,2"})))
     assert trainer.evaluator is not None
@@ -307,9 +303,7 @@ def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any]
     ({"every_steps": 7}, [7, 12]),
     ({"every_steps": 1}, list(range(1, 13))),
 ])  # fmt: skip
-def test_evaluations_are_due_at_their_interval_and_at_the_end(
-    evaluation: dict[str, Any], steps: list[int]
-) -> None:
+def test_evaluations_are_due_by_interval_and_at_end(evaluation: dict[str, Any], steps: list[int]) -> None:
     """And never before the first step."""
     schedule = cadence(evaluation)
     assert [step for step in range(TOTAL_STEPS + 1) if schedule.evaluates(step)] == steps

@@ -335,9 +335,7 @@ def test_a_causal_model_of_transformers_stores_no_mask_and_its_flops_are_counted
         ("hf/causal-lm/config.json", {}, 1),
     ],
 )
-def test_the_vocabulary_of_unreadable_data_is_the_models(
-    name: str, args: dict[str, Any], classes: int
-) -> None:
+def test_the_vocabulary_of_missing_data_is_the_models(name: str, args: dict[str, Any], classes: int) -> None:
     config = experiment(
         task="causal_lm",
         model={"name": name, "args": args},

@@ -163,9 +163,7 @@ def test_a_row_is_not_waited_for_before_its_numbers_are_there(
     assert not any(event.was_waited_for for event in copies)
 
 
-def test_a_val_row_comes_after_the_train_rows_before_it(
-    path: Path, copies: list[FakeCopy], run_meters: Meters
-) -> None:
+def test_a_val_row_follows_earlier_train_rows(path: Path, copies: list[FakeCopy], run_meters: Meters) -> None:
     run_meters.train_row(1, 0.1, number(1.0), None)
     run_meters.val_row(1, {"loss": 0.5, "accuracy": 0.25})
     assert places(path) == [("train", 1), ("val", 1)]
@@ -204,9 +202,7 @@ def test_a_number_that_is_not_finite_is_null(split: str, key: str, value: float,
     assert noting.state == "failed", "of a run that breaks"
 
 
-def test_going_back_drops_the_rows_past_the_step(
-    path: Path, run_meters: Meters, writer: MetricsWriter
-) -> None:
+def test_going_back_drops_rows_past_the_step(path: Path, run_meters: Meters, writer: MetricsWriter) -> None:
     for step in (1, 2, 3):
         run_meters.train_row(step, 0.1, number(1.0), None)
     writer.go_back(1)
@@ -239,9 +235,7 @@ class Breaking(Noting):
         super().log(row)
 
 
-def test_a_logger_that_raises_is_dropped_and_training_continues(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_logger_that_raises_is_dropped_and_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     breaking, noting = Breaking(), Noting()
     metrics_writer, _ = make_metrics_writer(path, breaking, noting)
     for step in (1, 2, 3):
@@ -272,9 +266,7 @@ def test_status_is_written_no_more_often_than_somebody_could_read_it(
     }  # fmt: skip
 
 
-def test_training_does_not_wait_until_a_status_is_written(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_does_not_wait_for_a_status(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on while the disk hangs, and the late status doesn't replace that of the end."""
     disk, really, begun = threading.Event(), status_module.try_status, []
 

@@ -117,9 +117,7 @@ def test_torchs_optimizers_need_no_timm() -> None:
         ("sgd", {"lr_per_batch": 256}, {"lr": pytest.approx(0.1 * 64 / 256)}),
     ],
 )
-def test_values_are_the_files_or_else_the_librarys(
-    name: str, keys: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_values_are_the_files_or_librarys(name: str, keys: dict[str, Any], expected: dict[str, Any]) -> None:
     (group,) = optimizer(name, **keys).param_groups
     assert {key: group[key] for key in expected} == expected
 

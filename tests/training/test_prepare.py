@@ -368,9 +368,7 @@ def test_a_model_larger_than_the_memory_is_not_built(capsys: pytest.CaptureFixtu
     )
 
 
-def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_do_not_fit_the_memory_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_step, "free_bytes", lambda: 1000)
     monkeypatch.setattr("hpc_train.training.prepare.planned_weight_bytes", lambda config, info: 1001)
     with pytest.raises(UserError, match=r"^model\.pretrained: .* timm/resnet18 are not fetched: it"):
@@ -391,9 +389,7 @@ def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_is_that_of_the_tightest_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_machine = trial_step.free_bytes()
     assert 0 < of_machine <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
@@ -407,9 +403,7 @@ def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
     assert trial_step.free_bytes() == 1_250_000
 
 
-def test_what_a_model_keeps_from_its_size_being_measured_is_not_used(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_model_keeps_from_its_measurement_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     prepare([experiment("images", {}, model={"name": f"{HERE}:kept_net"})])
     assert "kept_net: 51 parameters" in capsys.readouterr().err
     assert kept_net(3)[1].weight.device.type == "cpu"
@@ -442,9 +436,7 @@ def plugged_in(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     return DataSource(Samples((1, 4, 4)), None, DataInfo(3, 1, (0.5,), (0.5,)))
 
 
-def test_prepare_packs_an_image_folder_once_for_a_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_packs_a_folder_once_for_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8):
         path = tmp_path / f"images/train/class{number % 2}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -63,9 +63,7 @@ def annotated_sleep() -> None:
     ],
     ids=["data", "operations", "Python"],
 )
-def test_what_takes_the_time_is_the_limit(
-    step: Callable[[], object], wait_s: float, limit: str, tmp_path: Path
-) -> None:
+def test_the_limit_is_named(step: Callable[[], object], wait_s: float, limit: str, tmp_path: Path) -> None:
     assert f"limited by: {limit}" in profiled(tmp_path, step, wait_s=wait_s)
 
 
@@ -86,9 +84,7 @@ def test_a_run_that_ends_before_its_first_profiled_step_leaves_nothing(tmp_path:
     assert not AttemptPaths(tmp_path).profile_trace.exists()
 
 
-def test_a_profile_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_profile_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert profiled(tmp_path / "missing", compute) == ""
     assert "training continues" in caplog.text
 

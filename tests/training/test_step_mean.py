@@ -209,9 +209,7 @@ def test_segmentation_is_torchs_cross_entropy_over_the_step(
 @pytest.mark.parametrize(
     ("weight", "words"), [(lambda task, batch: batch.valid, r"shape \(2,\)"), (lambda task, batch: 2, "int")]
 )
-def test_a_weight_that_is_not_a_sum_is_refused(
-    weight: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_that_is_no_sum_is_refused(weight: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SumOverLabels, "weight", weight)
     with pytest.raises(BadFileError, match=rf"weight returned {words}; return the micro-batch's sum"):
         step("a task of one's own", 2)

@@ -266,9 +266,7 @@ def test_an_image_with_too_many_pixels_is_reported_by_its_reader(root: Path) -> 
     assert "data.max_image_pixels is 1023" in failure_of(data, 5)
 
 
-def test_prepare_prints_how_the_file_and_the_folder_differ(
-    root: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_prints_how_file_and_folder_differ(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change(root, lambda d: (d["annotations"].append(d["annotations"][0]), d["images"].pop(6)))
     (root / "test.json").touch()
     build_source(DataConfig(name="coco", root=str(root)), download=True)

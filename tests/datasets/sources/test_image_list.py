@@ -118,9 +118,7 @@ def test_resume_and_ranks_read_the_same(root: Path) -> None:
     assert_exact(lambda: build(root))
 
 
-def test_the_index_gives_the_same_as_the_list(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_equals_the_list(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = config(root, tmp_path / "index")
     read = build_source(cached)
     assert not (tmp_path / "index").exists()
@@ -213,9 +211,7 @@ def test_an_absurd_header_is_a_damaged_index(root: Path, change: Callable[[dict[
     assert path.read_bytes() == content, "written again"
 
 
-def test_samples_are_counted_without_torch_and_with_the_index(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_counted_without_torch_by_the_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training_samples(config(root)) == 12
     build(root, download=True)
     monkeypatch.setattr("csv.reader", lambda *args, **kwargs: pytest.fail("counted again"))

@@ -202,9 +202,7 @@ def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("highest", "is_checked"), [(6, True), (4, False)])
-def test_tokens_in_memory_are_checked_once_or_in_each_batch(
-    highest: int, is_checked: bool, tmp_path: Path
-) -> None:
+def test_tokens_in_memory_are_checked_once_or_always(highest: int, is_checked: bool, tmp_path: Path) -> None:
     source = built(folder(tmp_path / "data", "to be or not"), sequence_length=3)
     spec = TargetSpec("tokens", kind="integer", shape=(3,), minimum=0, maximum=highest)
     reader = SlotReader(

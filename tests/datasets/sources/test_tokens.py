@@ -338,9 +338,7 @@ def test_the_check_ends_at_its_time_limit(
         verify(tmp_path)
 
 
-def test_a_shard_is_read_in_blocks_and_only_until_the_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_read_in_blocks_until_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard may be larger than the memory, and take longer to read than the limit."""
     prepared(corpus(tmp_path, "x" * 1000))
     blocks: list[int] = []
@@ -544,9 +542,7 @@ def test_a_text_that_a_tokenizer_rejects_is_named(tmp_path: Path) -> None:
         prepared(corpus(tmp_path / "data", "a b", "a d"), tokenizer=path)
 
 
-def test_an_encoding_that_cannot_be_fetched_is_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoding_that_is_not_fetched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         raise ConnectionError("no network")
 

@@ -30,9 +30,7 @@ PLACE = Place("list:7", "label")
         (["x1", "None"], ("None", "x1")),
     ],
 )
-def test_numbers_are_sorted_by_size_and_names_by_the_alphabet(
-    cells: list[Any], names: tuple[str, ...]
-) -> None:
+def test_numbers_are_sorted_by_size_names_by_alphabet(cells: list[Any], names: tuple[str, ...]) -> None:
     classes = ClassNumbers(None, None)
     numbers = classes.finish(np.array([classes.number(cell, PLACE) for cell in cells]))
     assert classes.names == names
