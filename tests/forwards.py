@@ -13,6 +13,15 @@ from hpc_train.training.datasets.types import Batch
 from hpc_train.training.optimization import Optimization
 
 
+def dealt(make: Callable[[int, float], Batch], micro_batches: int, rank: int, ranks: int) -> list[Batch]:
+    """Return a data-parallel rank's micro-batches of a step; a spare slot repeats one with weight zero.
+
+    ``make`` is called with a micro-batch's number and weight.
+    """
+    own = [make(number, 1 / micro_batches) for number in range(rank, micro_batches, ranks)]
+    return own + [make(rank, 0.0)] * (-(-micro_batches // ranks) - len(own))
+
+
 @dataclass(frozen=True)
 class PlainForward:
     """``loss`` runs the model's forward itself."""

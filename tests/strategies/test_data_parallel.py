@@ -97,9 +97,7 @@ def make_batch(number: int, weight: float) -> Batch:
 
 
 def slots(rank: int, world_size: int) -> list[Batch]:
-    own = [make_batch(number, 1 / MICRO_BATCHES) for number in range(rank, MICRO_BATCHES, world_size)]
-    spare = [make_batch(rank, 0.0)] * (-(-MICRO_BATCHES // world_size) - len(own))
-    return own + spare
+    return dealt(make_batch, MICRO_BATCHES, rank, world_size)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

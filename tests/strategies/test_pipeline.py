@@ -25,7 +25,7 @@ from hpc_train.training.models.splitting import split_model
 from hpc_train.training.strategies.buffers import buffers_kept
 from hpc_train.training.strategies.stages import OutputSpecs, make_contiguous
 from hpc_train.training.train_state import Ema
-from tests.forwards import PlainForward
+from tests.forwards import PlainForward, dealt
 from tests.parallelism.groups import Groups
 from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
@@ -112,11 +112,10 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def slots(case: Case, step: int, data_rank: int) -> list[Batch]:
-    ranks = case.degrees.data_ranks
-    numbers = range(data_rank, case.micro_batches, ranks)
-    own = [make_batch(case.model, step, number, 1 / case.micro_batches) for number in numbers]
-    spare = [make_batch(case.model, step, data_rank, 0.0)]
-    return own + spare * (-(-case.micro_batches // ranks) - len(own))
+    def make(number: int, weight: float) -> Batch:
+        return make_batch(case.model, step, number, weight)
+
+    return dealt(make, case.micro_batches, data_rank, case.degrees.data_ranks)
 
 
 def strategy_of(rank: int, case: Case) -> Any:

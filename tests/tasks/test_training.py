@@ -6,6 +6,7 @@ Other losses and tasks, and evaluations, are compared in tests/parallelism/test_
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hpc_train.training.step import train_step
 from hpc_train.training.tasks.base import make_task
 from hpc_train.training.train_state import TrainState
 from tests.experiments import tiny_experiment
+from tests.forwards import dealt
 from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
@@ -48,13 +50,13 @@ def info(name: str) -> DataInfo:
     return DataInfo(OUTPUTS, 1, (0.5,), (0.5,), target_shape=SETTINGS[name][0])
 
 
-def make_batch(name: str, step: int, number: int) -> Batch:
+def make_batch(name: str, step: int, number: int, weight: float = 1.0) -> Batch:
     generator = torch.Generator().manual_seed(1000 * step + number)
     inputs = torch.randn(SIZE, 1, 4, 4, generator=generator, dtype=torch.float64)
     shape, high = SETTINGS[name][0], 2 if SETTINGS[name][0] else OUTPUTS
     targets = torch.randint(high, (SIZE, *shape), generator=generator)
     valid = torch.ones(SIZE, dtype=torch.bool)
-    return Batch(step, number, 1 / MICRO_BATCHES, inputs, targets, valid)
+    return Batch(step, number, weight, inputs, targets, valid)
 
 
 def make_model() -> nn.Sequential:
@@ -93,10 +95,8 @@ def _train(rank: int, world_size: int, strategy_name: str, name: str) -> dict[st
     )
     guard, losses, sums = Guard(config, model, norm_counts=False), [], []
     for step in range(STEPS):
-        own = range(degrees.data_rank(rank), MICRO_BATCHES, degrees.data_ranks)
-        batches = [make_batch(name, step, number) for number in own]
-        spare = -(-MICRO_BATCHES // degrees.data_ranks) - len(batches)
-        batches += [Batch(step, own[0], 0.0, b.inputs, b.targets, b.valid) for b in batches[:1] * spare]
+        make = partial(make_batch, name, step)
+        batches = dealt(make, MICRO_BATCHES, degrees.data_rank(rank), degrees.data_ranks)
         forward.training_sums.begin(is_due=True)
         losses.append(train_step(state, step, batches, forward, guard, None).loss)
         sums.append(forward.training_sums.result(owns_loss=strategy.owns_loss)["accuracy"])
