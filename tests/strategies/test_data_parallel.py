@@ -25,7 +25,7 @@ from hpc_train.training.strategies.fully_sharded import refuse_unshardable
 from hpc_train.training.strategies.pieces import made_once, part_of
 from hpc_train.training.train_state import Ema
 from tests.distributed.scripts import run_script
-from tests.forwards import PlainForward
+from tests.forwards import PlainForward, dealt
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 

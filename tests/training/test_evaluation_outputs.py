@@ -159,7 +159,9 @@ def test_a_sample_without_a_picture_is_omitted() -> None:
 
 def test_samples_that_are_not_valid_are_omitted() -> None:
     made = pictures(count=NUM_SAMPLES)
-    shown(made, lambda batch: replace(batch, valid=batch.valid & (batch.targets != 3)))
+    made.begin("")
+    for batch in batches():
+        made.add("", outputs_of(batch), batch, replace(batch, valid=batch.valid & (batch.targets != 3)))
     assert sorted(made._drawn[""]) == [number for number in range(NUM_SAMPLES) if number % 10 != 3]
 
 
