@@ -60,7 +60,7 @@ def saved(run: RunPaths) -> Trainee:
     return trainee
 
 
-def assert_refused(run: RunPaths, trainee: Trainee, words: str = "") -> None:
+def assert_refused(run: RunPaths, trainee: Trainee, words: str | None = None) -> None:
     """Load the newest checkpoint: an error for the user, and nothing of the trainee has changed."""
     before = trainee.everything()
     with pytest.raises(BadFileError, match=words):
@@ -668,7 +668,7 @@ def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> Non
 )
 def test_a_forged_state_is_a_clear_error(run: RunPaths, saved: Trainee, changes: dict[str, Any]) -> None:
     forge(run.checkpoint(2), **changes)
-    assert_refused(run, saved, r"state\.json is not as hpc-train writes it" if "extra" in changes else "")
+    assert_refused(run, saved, r"state\.json is not as hpc-train writes it" if "extra" in changes else None)
 
 
 @pytest.mark.parametrize(

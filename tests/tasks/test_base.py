@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ from torch.nn import functional
 from hpc_train import registry
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.tasks.base import Task, class_table, make_task
+from tests.forwards import training_forward
 
 INFO = DataInfo(3, 1, (0.5,), (0.25,))
 CPU = torch.device("cpu")
@@ -61,13 +61,11 @@ def made(name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
 
 
 def forward_of(task: Task, to_input: Any) -> TrainingForward:
-    return TrainingForward(0, task, CPU, CompileConfig(), nullcontext, to_input, lambda loss: loss)
+    return training_forward(task, to_device=to_input)
 
 
 def normalised(batch: Batch) -> Batch:
-    return Batch(
-        batch.step, batch.number, batch.weight, batch.inputs.float() / 255, batch.targets, batch.valid
-    )
+    return replace(batch, inputs=batch.inputs.float() / 255)
 
 
 def batch() -> Batch:

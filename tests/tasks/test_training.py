@@ -5,7 +5,6 @@ Other losses and tasks, and evaluations, are compared in tests/parallelism/test_
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import CompileConfig, ParallelConfig
+from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.forward import Mixing, TrainingForward, TrainingSums
+from hpc_train.training.forward import Mixing, TrainingSums
 from hpc_train.training.non_finite import Guard
-from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
 from hpc_train.training.tasks.base import make_task
-from hpc_train.training.train_state import TrainState
 from tests.experiments import tiny_experiment
-from tests.forwards import dealt
+from tests.forwards import dealt, make_train_state, training_forward
 from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
@@ -72,27 +68,15 @@ def train(rank: int, world_size: int, strategy_name: str) -> dict[str, dict[str,
 
 def _train(rank: int, world_size: int, strategy_name: str, name: str) -> dict[str, Any]:
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(pipeline=world_size)
-    precision = choose_precision("fp64", CPU)
     strategy = make_strategy(strategy_name, rank, degrees, parallel=ParallelConfig(strategy=strategy_name))
     model = make_model()
-    wrapped = strategy.place(model, [model[1], model[3]])
-    wrapped.train()
     file = experiment(name)
     config, task = file.optimization, make_task(file, info(name))
-    optimizer = make_optimizer(config.optimizer, strategy.optimized(), MICRO_BATCHES * SIZE)
-    optimization = Optimization(optimizer, lambda step: 1.0, precision, CPU)
-    state = TrainState(strategy.model, wrapped, strategy, optimization)
-    forward = TrainingForward(
-        file.seed,
-        task,
-        CPU,
-        CompileConfig(),
-        nullcontext,
-        lambda batch: batch,
-        lambda loss: loss,
-        mixing=Mixing.of(file, task),
-        training_sums=TrainingSums.of(task, CPU),
-    )
+    blocks = [model[1], model[3]]
+    state = make_train_state(strategy, model, blocks, config.optimizer, MICRO_BATCHES * SIZE)
+    state.wrapped.train()
+    mixing, training_sums = Mixing.of(file, task), TrainingSums.of(task, CPU)
+    forward = training_forward(task, seed=file.seed, mixing=mixing, training_sums=training_sums)
     guard, losses, sums = Guard(config, model, norm_counts=False), [], []
     for step in range(STEPS):
         make = partial(make_batch, name, step)

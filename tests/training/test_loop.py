@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +29,7 @@ from hpc_train.training.distributed.process_group import Group
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
-from hpc_train.training.forward import TrainingForward, TrainingSums
+from hpc_train.training.forward import TrainingSums
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters
@@ -41,6 +40,7 @@ from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.train_state import TrainState
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names
 from tests.experiments import tiny_experiment
+from tests.forwards import training_forward
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
@@ -100,16 +100,11 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task:
     agreement, progress = Agreement(group, StopFlag()), Progress()
     state = TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization)
     step_progress = StepProgress(progress, meters.forward_time)
-    forward = TrainingForward(
-        0,
+    forward = training_forward(
         task or Task(),
-        CPU,
-        CompileConfig(),
-        nullcontext,
-        lambda batch: batch,
-        optimization.scale,
-        step_progress.begin_forward,
-        step_progress.end_forward,
+        scale=optimization.scale,
+        on_begin=step_progress.begin_forward,
+        on_end=step_progress.end_forward,
         training_sums=TrainingSums.of(task or Task(), CPU),
     )
     return Trainer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,13 +14,10 @@ from torch.nn import functional
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
-from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.ddp import DDPStrategy
@@ -29,8 +26,8 @@ from hpc_train.training.tasks.causal_lm import CausalLM
 from hpc_train.training.tasks.classification import Classification
 from hpc_train.training.tasks.regression import Regression
 from hpc_train.training.tasks.segmentation import Segmentation
-from hpc_train.training.train_state import TrainState
 from tests.experiments import tiny_experiment
+from tests.forwards import make_train_state, training_forward
 from tests.parallelism.batches import micro_batch
 from tests.parallelism.cases import SGD, STRATEGIES, VIT, Case, Choice, Shape, problems_of
 from tests.parallelism.groups import Groups
@@ -139,13 +136,8 @@ def step(
     torch.manual_seed(0)
     strategy = DDPStrategy(RankContext(0, Degrees(), CPU, chosen))
     model = Net(kind)
-    wrapped = strategy.place(model, [])
-    made_optimizer = make_optimizer(config.optimization.optimizer, strategy.optimized(), SAMPLES)
-    optimization = Optimization(made_optimizer, lambda step: 1.0, chosen, CPU)
-    state = TrainState(model, wrapped, strategy, optimization)
-    forward = TrainingForward(
-        0, task, CPU, CompileConfig(), nullcontext, lambda batch: batch, optimization.scale
-    )
+    state = make_train_state(strategy, model, [], config.optimization.optimizer, SAMPLES, precision)
+    forward = training_forward(task, scale=state.optimization.scale)
     weight, valid = micro_batch_size / SAMPLES, torch.ones(micro_batch_size, dtype=torch.bool)
     values = values.to(chosen.param_dtype)
     parts = zip(values.split(micro_batch_size), targets.split(micro_batch_size), strict=True)
