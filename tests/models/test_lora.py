@@ -91,7 +91,7 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "target", "why"),
     [
-        (nn.MultiheadAttention(4, 2), "out_proj", "is a NonDynamicallyQuantizableLinear, not an nn.Linear"),
+        (nn.MultiheadAttention(4, 2), "out_proj", "it is a NonDynamicallyQuantizableLinear, not an nn"),
         (nn.Sequential(Reading()), "0.qkv", "Reading reads its weight without calling it"),
         (nn.TransformerEncoderLayer(4, 2), "linear1", "TransformerEncoderLayer reads its weight without"),
         (tied(), "head", "its weight is shared (embedding.weight, head.weight)"),
@@ -105,7 +105,10 @@ def test_layers_whose_forward_is_not_called_are_refused(model: nn.Module, target
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"targets": ["upp"]}, "model.lora.targets: 'upp' matches no linear layer .*; did you mean 'up"),
+        (
+            {"targets": ["upp"]},
+            "model.lora.targets: 'upp' matches no linear layer of the model; did you mean",
+        ),
         ({"also_train": ["haed.*"]}, "model.lora.also_train: 'haed.*' matches no parameter"),
     ],
 )
