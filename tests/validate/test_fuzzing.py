@@ -16,7 +16,7 @@ import pytest
 from tests.waiting import HANG_LIMIT_S
 
 _REPOSITORY = Path(__file__).parents[2]
-_EXAMPLES = 120
+_EXAMPLES = 40
 _OURS = {"canary.py", "exp.yaml", "experiment.yaml", "resolved.json"}
 
 
