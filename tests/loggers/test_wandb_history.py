@@ -129,6 +129,7 @@ def test_online_history_equals_the_rows(run: RunPaths, used_server: WandbServer)
 
 @pytest.mark.fault(30)
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_last_offline_attempt_has_all_rows(run: RunPaths) -> None:
     preempted_killed_and_rolled_back(run, logging_to(run, "offline"), lambda _: True)
     files = sorted(run.wandb.glob("offline-run-*/run-wid123.wandb"), key=lambda path: path.stat().st_mtime_ns)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.commands import REPOSITORY, python
 
-_EXAMPLES = 120
+_EXAMPLES = 40
 _OURS = {"canary.py", "exp.yaml", "experiment.yaml", "resolved.json"}
 
 
