@@ -27,8 +27,8 @@ from hpc_train.report.metrics_reader import (
     spread_rows,
     validation_rows,
 )
-from hpc_train.run import metric_rows
 from hpc_train.report.usage import goodput
+from hpc_train.run import metric_rows
 from hpc_train.run.files import read_tail
 from hpc_train.run.run_status import RunStatus
 from tests.calls import work_of
