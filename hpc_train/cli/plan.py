@@ -12,7 +12,7 @@ from hpc_train.cli import plan_cost, preflight
 from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_packs, say_remarks, with_found_sizes
 from hpc_train.cli.search import next_trials
-from hpc_train.console import JSON_VERSION, columns, put, put_json, say
+from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.plan.devices import Device, device_here
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
@@ -110,7 +110,6 @@ class PlanJson(TypedDict):
 class StagesJson(TypedDict):
     """The stages of a file with ``stages``."""
 
-    version: int
     #: In the order in which they run.
     stages: list[PlanJson]
 
@@ -143,9 +142,7 @@ def plan(options: PlanOptions) -> ExitCode:
     stages = load_stages(options.file, options.overrides)
     plans = [make_full_plan(options, loaded) for loaded in stages]
     if options.as_json and len(plans) > 1:
-        put_json(
-            StagesJson(version=JSON_VERSION, stages=[cast("PlanJson", full.to_json()) for full in plans])
-        )
+        put_json(StagesJson(stages=[cast("PlanJson", full.to_json()) for full in plans]))
     codes = []
     for full in plans:
         if full.loaded.stage is not None:

@@ -80,21 +80,23 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_equal_blocks_are_compiled_once_and_the_rest_is_not() -> None:
+@pytest.mark.parametrize(
+    ("config", "graphs", "is_whole"),
+    [
+        (CompileConfig(), 1, False),  # equal blocks once, and nothing besides
+        (CompileConfig(scope="model", fullgraph=True), 1, True),
+        (CompileConfig(enabled=False), 0, False),
+    ],
+    ids=["blocks", "model", "off"],
+)
+def test_the_scope_is_compiled_and_names_stay(config: CompileConfig, graphs: int, is_whole: bool) -> None:
     target = model()
-    expected = target(torch.ones(1, 2))
-    compile_model(target, find_blocks(target), CompileConfig(), CPU)
+    names, expected = list(target.state_dict()), target(torch.ones(1, 2))
+    compile_model(target, find_blocks(target), config, CPU)
     torch.testing.assert_close(target(torch.ones(1, 2)), expected)
-    assert compiled_graphs() == 1
-    assert target._compiled_call_impl is None
-
-
-def test_the_whole_model_is_one_graph() -> None:
-    target = model()
-    compile_model(target, find_blocks(target), CompileConfig(scope="model", fullgraph=True), CPU)
-    target(torch.ones(1, 2))
-    assert compiled_graphs() == 1
-    assert target._compiled_call_impl is not None
+    assert compiled_graphs() == graphs
+    assert (target._compiled_call_impl is not None) == is_whole
+    assert list(target.state_dict()) == names
 
 
 def test_each_graph_is_reported_while_it_is_compiled() -> None:
@@ -117,20 +119,6 @@ def test_without_compilation_nothing_is_watched() -> None:
     with watched(CompileConfig(enabled=False), lambda graph, seconds: None) as compilation:
         assert not torch._dynamo.callback.callback_handler.start_callbacks
     assert compilation.counts() == {"graphs": 0, "cached_graphs": 0}
-
-
-def test_names_of_parameters_stay() -> None:
-    target = model()
-    names = list(target.state_dict())
-    compile_model(target, find_blocks(target), CompileConfig(), CPU)
-    assert list(target.state_dict()) == names
-
-
-def test_off_compiles_nothing() -> None:
-    target = model()
-    compile_model(target, find_blocks(target), CompileConfig(enabled=False), CPU)
-    target(torch.ones(1, 2))
-    assert compiled_graphs() == 0
 
 
 def test_without_blocks_the_whole_model_is_compiled_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,10 +178,6 @@ def test_a_missing_c_compiler_is_named_at_a_kernels_first_launch_too() -> None:
         assert "micro_batch_size" not in told
 
 
-def test_other_errors_are_not_the_compilers() -> None:
-    assert compile_error(RuntimeError("shapes do not match")) is None
-
-
 def test_other_failures_say_what_to_try() -> None:
     from torch._inductor.exc import InductorError
 
@@ -206,6 +190,7 @@ def test_other_failures_say_what_to_try() -> None:
     )
     assert "write a smaller optimization.micro_batch_size" in told(RuntimeError("CUDA out of memory"))
     assert "TORCHINDUCTOR_CACHE_DIR" in told(NotImplementedError("FileSystem does not support flock"))
+    assert compile_error(RuntimeError("shapes do not match")) is None, "not the compiler's"
 
 
 # --- CUDA graphs
@@ -387,7 +372,7 @@ def training(cache: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["plain", "blocks", "selective"])
+@pytest.mark.parametrize("setting", ["plain", pytest.param("blocks", marks=pytest.mark.soak), "selective"])
 def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: Path, setting: str) -> None:
     """Kernels, and what was traced for them; also where blocks compute again in backward."""
     first = [training(tmp_path, setting) for _ in range(2)]
