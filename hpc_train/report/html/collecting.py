@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, zip_longest
-from operator import lt
+from operator import itemgetter, lt
 from pathlib import Path
 from typing import Any
 
@@ -321,10 +321,8 @@ def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] 
     # By split, then by name: hashing a ``Metric`` per value would take most of the time.
     by_split: dict[str, dict[str, Curve]] = {}
     rows_by_split: dict[str, list[Row]] = {}
-    for row in rows:
-        step, split = row.get("step"), row.get("split")
-        if type(step) is int and 0 <= step < MAX_STEP and isinstance(split, str):
-            rows_by_split.setdefault(split, []).append(row)
+    for row in filter(_has_place, rows):
+        rows_by_split.setdefault(row["split"], []).append(row)
     for split, of_split in rows_by_split.items():
         for _, alike in groupby(of_split, tuple):
             _add(by_split.setdefault(split, {}), list(alike), () if split == "train" else omitted)
@@ -347,22 +345,25 @@ def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict
     """Return each metric's last step with NaN or infinity (null in rows) after all its finite values."""
     ends: dict[Metric, int] = {}
     newest: dict[str, set[str]] = {}  # by split, the names whose newest value was seen
-    for row in reversed(rows):
-        step, split = row.get("step"), row.get("split")
-        if type(step) is not int or not 0 <= step < MAX_STEP or not isinstance(split, str):
-            continue
+    for row in sorted(filter(_has_place, rows), key=itemgetter("step"), reverse=True):
+        step, split = row["step"], row["split"]
         seen = newest.setdefault(split, set())
         for name in row.keys() - seen:
             value = row[name]
             if value is None or (type(value) is float and not math.isfinite(value)):
                 ends[Metric(split, name)] = step
-            if value is None or type(value) in _NUMBERS:
+            if value is None or (type(value) in _NUMBERS and number(value) is not None):
                 seen.add(name)
     return {
         metric: step
         for metric, step in ends.items()
         if metric not in curves or step > curves[metric].steps[-1]
     }
+
+
+def _has_place(row: Row) -> bool:
+    step = row.get("step")
+    return type(step) is int and 0 <= step < MAX_STEP and isinstance(row.get("split"), str)
 
 
 def _add(curves: dict[str, Curve], rows: Sequence[Row], omitted: tuple[str, ...]) -> None:
@@ -378,13 +379,13 @@ def _add(curves: dict[str, Curve], rows: Sequence[Row], omitted: tuple[str, ...]
     steps = array("q", [row["step"] for row in rows])
     is_ascending = all(map(lt, steps, steps[1:]))
     for name, values in columns.items():
+        all_finite = set(map(type, values)) == {float} and all(map(math.isfinite, values))
         curve = curves.get(name)
         if curve is None:
-            if len(curves) >= limits.METRICS or None is next(_finite(steps, values), None):
+            if len(curves) >= limits.METRICS or not (all_finite or any(_finite(steps, values))):
                 continue
             curve = curves[name] = Curve(array("q"), array("d"))
-        is_after = is_ascending and (not curve.steps or steps[0] > curve.steps[-1])
-        if is_after and set(map(type, values)) == {float} and all(map(math.isfinite, values)):
+        if all_finite and is_ascending and (not curve.steps or steps[0] > curve.steps[-1]):
             curve.steps.extend(steps)
             curve.values.extend(values)
             continue

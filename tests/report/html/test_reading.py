@@ -15,7 +15,7 @@ from PIL import Image
 
 from hpc_train.paths import RunPaths
 from hpc_train.report.html import limits
-from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of
+from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of, non_finite_ends
 from hpc_train.report.html.evaluation_files import newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
 from hpc_train.report.html.page import _table, render
@@ -57,6 +57,30 @@ def test_only_finite_numbers_of_rising_steps_are_in_a_curve() -> None:
     loss = curves[Metric("train", "loss")]
     assert (list(loss.steps), list(loss.values)) == ([0, 6, 7], [2.0, 1.0, 0.5])
     assert list(curves[DATA_WAIT].values) == [25.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "curve", "end"),
+    [
+        ([(1, 2.0), (2, 1.0), (2, 9.0), (3, 0.5)], [(1, 2.0), (2, 1.0), (3, 0.5)], None),
+        ([(3, 2.0), (1, 9.0), (4, 1.0)], [(3, 2.0), (4, 1.0)], None),
+        ([(1, 2.0), (2, math.nan)], [(1, 2.0)], 2),
+        ([(1, None), (2, 1.0)], [(2, 1.0)], None),
+        ([(2, math.inf), (1, 1.0)], [(1, 1.0)], 2),
+        ([(1, None), (2, 10**400)], None, 1),
+    ],
+)
+def test_rows_of_equal_names_are_read_like_others(
+    losses: list[tuple[int, Any]], curve: list[tuple[int, float]] | None, end: int | None
+) -> None:
+    loss = Metric("train", "loss")
+    rows = [{"split": "train", "step": step, "loss": value} for step, value in losses]
+    for number, between in enumerate(({}, {"lr": 1.0})):
+        rows = [row | (between if place % 2 else {}) for place, row in enumerate(rows)]
+        curves = curves_of(rows, 100)
+        read = curves.get(loss)
+        assert (read and list(zip(read.steps, read.values, strict=True))) == curve, number
+        assert non_finite_ends(rows, curves).get(loss) == end, number
 
 
 def test_a_run_with_too_many_metrics_keeps_the_first_ones() -> None:
