@@ -54,12 +54,8 @@ def test_all_runs_of_a_submit_use_one_snapshot(tree: Path, file: Path) -> None:
     assert {path.name for path in (snapshot / "tree").iterdir()} == {"model.py"}, "runs/ is none of it"
     assert [_code(paths)["snapshot"] for paths in find_runs([])] == [snapshot.name] * 2
     assert "code: excluded from the snapshot: .env (may contain a secret)\n" in done.err
-
-
-def test_what_is_left_out_is_told_once(tree: Path, file: Path) -> None:
-    assert "excluded" in _submit(file).err
-    assert "excluded" not in _submit(file, "--new").err
-    assert len(_snapshots()) == 1
+    assert "excluded" not in _submit(file, "--new", "data.root=.").err, "once"
+    assert _snapshots() == [snapshot]
 
 
 def test_submitting_what_is_there_takes_no_snapshot(failed: RunPaths, tree: Path, file: Path) -> None:

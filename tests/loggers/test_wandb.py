@@ -207,18 +207,13 @@ def test_a_key_counts_for_its_server_alone(
     elif url is not None:
         _write_settings(tmp_path, f"base_url = {url}")
     assert has_key() == is_found
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
+    assert not has_key(), "the environment overrides the settings"
 
 
 def _write_settings(tmp_path: Path, text: str) -> None:
     (tmp_path / "config").mkdir(exist_ok=True)
     (tmp_path / "config" / "settings").write_text(f"[default]\n{text}\n")
-
-
-def test_the_environment_overrides_wandb_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "netrc").write_text("machine wandb.example.edu:8443 login user password secret\n")
-    _write_settings(tmp_path, f"base_url = {_OWN}")
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
-    assert not has_key()
 
 
 @pytest.mark.parametrize(

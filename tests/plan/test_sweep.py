@@ -24,7 +24,8 @@ def test_a_file_without_a_grid_is_one_run(tmp_path: Path) -> None:
     file = loaded(tmp_path)
     (only,) = expand(file)
     assert only.values == {}
-    assert only.id == run_id(file.experiment)
+    assert only.id == run_id(file.experiment) == content_hash(file.experiment)[:10]
+    assert len(content_hash(file.experiment)) == 64
 
 
 def test_a_run_of_a_sweep_is_the_run_of_a_file_that_says_its_values(tmp_path: Path) -> None:
@@ -235,12 +236,6 @@ def test_a_search_without_trials_is_checked_with_each_choice_and_bound(tmp_path:
     trial = {_LR: 0.5, _NAME: "sgd"}
     assert [run.values for run in make_plan(file, trials=[trial]).runs] == [trial]
     assert make_plan(file, trials=[]).runs == []
-
-
-def test_an_id_is_ten_hexadecimal_digits_of_the_hash(tmp_path: Path) -> None:
-    experiment = loaded(tmp_path).experiment
-    assert run_id(experiment) == content_hash(experiment)[:10]
-    assert len(content_hash(experiment)) == 64
 
 
 def test_an_id_stays_what_it_was_in_earlier_versions(tmp_path: Path) -> None:

@@ -105,9 +105,6 @@ def test_limits_are_those_of_the_experiment(tmp_path: Path, section: dict[str, o
     experiment = effective_experiment(run, 1).recovery
     assert _limits(run) == {key: getattr(experiment, key) for key in LIMITS}
     assert isinstance(effective_recovery(run, 1), ResolvedLimits), "without the schema"
-
-
-def test_a_change_of_an_attempt_changes_its_limits(run: RunPaths) -> None:
     note_change(run, 1, ["recovery.max_crashes=9"])
     assert _limits(run)["max_crashes"] == 9
 

@@ -43,6 +43,7 @@ def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
 
 def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
+    assert usage_of(RunFiles.read(paths), read_status(paths), [], 1.0, _ON_16, None) is None, "no attempt"
     change_facts(paths, created="2026-11-20T09:00:00+00:00")
     for number, (start, end, job, cause) in enumerate(
         [("09:10", "09:20", "12", "preemption"), ("09:25", "09:30", "12", "crash"),
@@ -58,11 +59,6 @@ def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tm
     assert usage is not None
     assert usage.time["queue"] == 600 + 300 + 60, "not the hours until it was resumed by hand"
     assert (usage.gpu_hours, usage.cpu_efficiency) == (None, None)
-
-
-def test_a_run_without_an_attempt_has_used_nothing(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
-    assert usage_of(RunFiles.read(paths), read_status(paths), [], 1.0, _ON_16, None) is None
 
 
 def test_runs_are_counted_by_state() -> None:
