@@ -19,7 +19,7 @@ from hpc_train.errors import BadFileError, EnvironmentRefusesError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import NormalizeConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.experiment.topology.degrees import Degrees, in_words
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run import versions
 from hpc_train.run.checkpoints import VERIFIED
@@ -208,7 +208,7 @@ def _described(ranks: Mapping[str, Any], with_degrees: bool) -> str:
     """Return ``2 ranks under ddp``."""
     count = ranks["world_size"]
     text = f"{count} rank{'' if count == 1 else 's'} under {ranks['strategy']}"
-    return f"{text} ({in_words(Degrees(**ranks['degrees']))})" if with_degrees else text
+    return f"{text} ({Degrees(**ranks['degrees'])})" if with_degrees else text
 
 
 @dataclass(frozen=True)

@@ -367,7 +367,7 @@ def training(cache: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["plain", "blocks", "selective"])
+@pytest.mark.parametrize("setting", ["plain", pytest.param("blocks", marks=pytest.mark.soak), "selective"])
 def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: Path, setting: str) -> None:
     """Kernels, and what was traced for them; also where blocks compute again in backward."""
     first = [training(tmp_path, setting) for _ in range(2)]

@@ -138,7 +138,7 @@ _LORA = {"rank": 8, "targets": ["layers.*"]}
 @pytest.mark.parametrize(
     ("strategy", "changes", "ranks"),
     [
-        ("fsdp", {"model": {"name": "gpt", "args": _LONG_GPT}}, 16),
+        pytest.param("fsdp", {"model": {"name": "gpt", "args": _LONG_GPT}}, 16, marks=pytest.mark.soak),
         (
             "fsdp",
             {
@@ -148,7 +148,9 @@ _LORA = {"rank": 8, "targets": ["layers.*"]}
             },
             16,
         ),
-        ("fsdp", {"model": {"name": "gpt", "args": _BIG_GPT, "lora": _LORA}}, 16),
+        pytest.param(
+            "fsdp", {"model": {"name": "gpt", "args": _BIG_GPT, "lora": _LORA}}, 16, marks=pytest.mark.soak
+        ),
         ("zero1", {}, 8),
     ],
 )
@@ -175,7 +177,7 @@ def test_few_shards_predict_what_all_of_them_take(
         assert few[part] == pytest.approx(every[part], abs=0.03 * sum(every.values()))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.soak)])
 def test_a_long_pipeline_is_predicted_from_two_short_ones(schedule: str) -> None:
     config = experiment(
         task="causal_lm",

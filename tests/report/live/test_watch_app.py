@@ -254,13 +254,8 @@ def test_a_log_is_followed_again_after_an_error(monkeypatch: pytest.MonkeyPatch,
     """``log_of`` asks launchers, plug-ins among them, and file servers."""
     log = tmp_path / "log"
     log.write_text("first line\n")
-    answers: list[Path | Exception] = [
-        RuntimeError("raised \x1b[so]"),
-        RuntimeError("raised \x1b[so]"),
-        log,
-        OSError(116, "Stale file handle", "/runs"),
-        log,
-    ]
+    error = RuntimeError("raised \x1b[so]")
+    answers: list[Path | Exception] = [error, error, log, OSError(116, "Stale file handle", "/runs"), log]
 
     def answer(paths: RunPaths) -> Path:
         found = answers.pop(0)
@@ -376,16 +371,11 @@ def test_run_texts_are_escaped(texts: tuple[str, str, str, str], values: list[ob
     )  # fmt: skip
     columns = columns_for([run], width)
     details = DetailsReader(run.paths).read(run, is_full=True)
-    shown = [
-        *cells(run, columns),
-        *(text for _, text in details.lines),
-        *(t for _, t in details.fitted(width, 20)),
-    ]
+    fitted = details.fitted(width, 20)
+    shown = [*cells(run, columns), *(text for _, text in [*details.lines, *fitted])]
     assert not [text for text in shown if _ACTING.search(text)]
-    assert (
-        styled(details.fitted(width, 20)).spans
-        == styled(Details(run.paths, details.lines, details.log).fitted(width, 20)).spans
-    )
+    again = Details(run.paths, details.lines, details.log).fitted(width, 20)
+    assert styled(fitted).spans == styled(again).spans
 
 
 @pytest.mark.slow
