@@ -150,10 +150,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], words: str) -> None:
 
 
 def test_unsupported_settings_of_gpt_are_reported() -> None:
-    with pytest.raises(
-        BadFileError,
-        match=r"^model.name: gpt reads tokens, and this data set has images; write data.name: text",
-    ):
+    with pytest.raises(BadFileError, match=r"^model.name: gpt reads tokens, .* has images; write data.name"):
         gpt(DataInfo(10, 3, (0.5,) * 3, (0.5,) * 3))
     with pytest.raises(BadFileError, match=r"^model.pretrained: gpt has no weights on a hub"):
         gpt(pretrained=True)

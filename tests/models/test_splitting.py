@@ -418,11 +418,7 @@ class _PassesSizesOfMethods(_Outer):
         (_LeavesOneOut, 2, r"model.name: .*pipeline_parts\(\) returned holds layers.0\S*, which would not"),
         (_Outer, 5, "parallel.pipeline: 5 stages .* has 4; write at most 4"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "parallel.pipeline: .* has 1; write another"),
-        (
-            lambda: _gpt(tie_embeddings=True),
-            2,
-            "model.name: .*token_embedding.weight and head.weight .*tie_embeddings: false",
-        ),
+        (lambda: _gpt(tie_embeddings=True), 2, "model.name: .*token_embedding.* and head.* .*tie_embeddings"),
     ],
 )
 def test_what_can_not_be_cut_is_refused(make: Make, num_stages: int, words: str) -> None:
