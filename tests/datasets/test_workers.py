@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from hpc_train.training.datasets import workers
 from hpc_train.training.datasets.batches import training_batches
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.workers import WorkerLostError
+from tests import warm
 from tests.datasets.samples import CPU, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
@@ -61,8 +61,10 @@ raise KeyError("the rank's own mistake")
 
 def start_rank(mode: str, fifo: Path) -> tuple[subprocess.Popen[str], list[int]]:
     os.mkfifo(fifo)
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, mode, str(fifo)],
+    rank = warm.start_script(
+        RANK,
+        mode,
+        str(fifo),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -237,7 +236,9 @@ end()
     assert not rendezvous.exists()
 
 
-#: Prints whether the error says that a peer is lost, its class and message.
+#: Of Linux's sched.h.
+_CLONE_NEWNET = 0x40000000
+#: Joins, and prints whether the error says that a peer is lost, its class and message.
 JOINS = f"""{PRELUDE}
 try:
     joined(join_s=60)
@@ -252,20 +253,10 @@ end()
 def test_a_loopback_interface_that_is_down_is_named_by_each_rank(tmp_path: Path, world_size: int) -> None:
     if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode:
         pytest.skip("needs network namespaces (root)")
-    ranks = [
-        subprocess.Popen(
-            ["unshare", "-n", sys.executable, "-c", JOINS, str(tmp_path / "rendezvous.json")],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-            | {"LOCAL_WORLD_SIZE": str(world_size), "PYTHONPATH": str(Path.cwd())},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=HANG_LIMIT_S)
-        assert said.startswith("False UsageError the loopback interface lo of node "), said
+    script = f"import ctypes\nassert ctypes.CDLL(None).unshare({_CLONE_NEWNET}) == 0\n{JOINS}"
+    for rank in run_script(script, world_size, str(tmp_path / "rendezvous.json")):
+        said = "False UsageError the loopback interface lo of node "
+        assert rank.stdout.startswith(said), (rank.stdout, rank.stderr)
 
 
 @pytest.mark.slow
