@@ -62,7 +62,7 @@ def test_a_node_that_computes_wrongly_is_left_out(
     assert_equal_to_the_bit(quiet_runs.of(text=TEXT, ranks=3, environment=ENVIRONMENT), paths)
 
 
-@pytest.mark.parametrize("seed", [23, 40, 60])
+@pytest.mark.parametrize("seed", [23, 40, pytest.param(60, marks=pytest.mark.soak)])
 def test_a_bit_in_the_state_of_one_node_is_noticed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     """In a moment at the last step, in a weight and in a moment; ``make verify-faults`` has all faults."""
     result = SlurmSweep(tmp_path, cluster).verified(seed)
