@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def resumed(
 
 def _compare_versions(rank: Rank, loaded: Loaded) -> None:
     """Warn about versions that differ from those at the save; refuse them under ``environment.strict``."""
-    now = versions.versions()
+    now = _versions()
     then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
     differences = versions.differences(then, {key: now[key] for key in then})
     if not differences:
@@ -169,9 +170,15 @@ def extra(
         "precision": rank.experiment.precision,
         "device": rank.device.type,
         "hardware": asdict(hardware),
-        "versions": versions.versions(),
+        "versions": dict(_versions()),
         **_ranks(rank),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions at this process's first call, since each save would read the packages' metadata."""
+    return versions.versions()
 
 
 def conditions(world_size: int, strategy: str, degrees: Degrees) -> dict[str, Any]:

@@ -482,3 +482,22 @@ def test_a_part_of_a_mesh_is_one_object() -> None:
         assert part_of(mesh, "tensor") == mesh["tensor"]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_loss_is_the_mean_though_each_forward_overwrites_the_memory_of_the_last(precision: str) -> None:
+    strategy = make_strategy("ddp", precision=precision)
+    model = strategy.place(nn.Linear(1, 1), [])
+    memory = torch.zeros((), dtype=model.weight.dtype)  # as that of a CUDA graph
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        loss = model(batch.inputs).sum()
+        loss.data = memory.fill_(batch.number)
+        return loss
+
+    inputs = torch.ones(1, 1, dtype=memory.dtype)
+    valid = torch.ones(1, dtype=torch.bool)
+    batches = [Batch(0, number, 0.25, inputs, None, valid) for number in range(4)]
+    mean = strategy.accumulate(batches, PlainForward(loss))
+    memory.fill_(9)
+    assert (mean.item(), mean.dtype) == (1.5, torch.float64)
