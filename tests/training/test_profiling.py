@@ -57,7 +57,7 @@ def annotated_sleep() -> None:
 @pytest.mark.parametrize(
     ("step", "wait_s", "limit"),
     [
-        (lambda: torch.ones(4).sum(), LONG_S, "input; to go faster raise data.workers"),
+        (lambda: torch.ones(4).sum(), 5 * LONG_S, "input; to go faster raise data.workers"),
         (compute, 0.0, "device; to go faster use more ranks"),
         (annotated_sleep, 0.0, "host"),
     ],
