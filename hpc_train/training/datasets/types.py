@@ -209,7 +209,8 @@ class Batch:
         return self._mapped(lambda tensor: tensor[indices], lambda samples: [samples[i] for i in indices])
 
     def changed(self, **values: Any) -> Batch:
-        """Return a copy with other values; ``dataclasses.replace`` takes six times as long."""
+        """Return a copy with other values; ``dataclasses.replace`` takes three times as long."""
+        assert values.keys() <= vars(self).keys(), values.keys()
         copied = object.__new__(Batch)
         vars(copied).update(vars(self), **values)
         return copied
