@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -100,10 +101,16 @@ def _report_cuda_modes(arguments: argparse.Namespace) -> None:
     if IS_STAND_IN:
         cannot_run("only a GPU shows it: the stand-in has no Triton")
     here = conditions(["timm", "triton"], device=torch.cuda.get_device_name())
-    rows = _cuda_modes(1 if arguments.quick else _TRIALS["cuda"][1])
     remark = "Once; all compiled at the same time, later steps one program at a time"
-    found = table(MODES_TITLE["cuda"], "seconds", rows, remark=remark)
-    report("compile_start", arguments, here, tables=[found], results=arguments.results)
+    titles = [row_title(*setting) for setting in settings("cuda")]
+    rows: dict[str, dict[str, float]] = {}
+    for title, row in cuda_modes(1 if arguments.quick else _TRIALS["cuda"][1]):
+        rows[title] = row
+        ordered = {title: rows[title] for title in titles if title in rows}
+        missing = [title for title in titles if title not in rows]
+        found = table(MODES_TITLE["cuda"], "seconds", ordered, missing, remark=remark)
+        # After each, since a part of gpu-day is ended at its limit.
+        report("compile_start", arguments, here, tables=[found], results=arguments.results)
 
 
 def _arms(scope: str, num_blocks: int, cache: Path) -> dict[str, Callable[[], float]]:
@@ -140,9 +147,11 @@ def row_title(scope: str, mode: str) -> str:
     return scope if scope == "eager" else f"{{scope: {scope}, mode: {mode}}}"
 
 
-def _cuda_modes(num_blocks: int) -> dict[str, dict[str, float]]:
-    """Return the seconds of the first and of a later step by mode; a mode that fails is omitted."""
-    rows = {}
+def cuda_modes(num_blocks: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield each mode with the seconds of its first and of a later step, in the order in which they end.
+
+    A mode that fails is omitted.
+    """
     with tempfile.TemporaryDirectory() as folder:
         turn = ["--device", "cuda", "--turn", str(Path(folder) / "turn")]
         started = {}
@@ -152,12 +161,13 @@ def _cuda_modes(num_blocks: int) -> dict[str, dict[str, float]]:
             started[row_title(scope, mode)] = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True
             )
-        for title, process in started.items():
-            output = process.communicate()[0]
-            if process.returncode == 0:
-                first_s, step_s = _parsed(output)
-                rows[title] = {"first step": first_s, "step": step_s}
-    return rows
+        with ThreadPoolExecutor(len(started)) as pool:
+            outputs = {pool.submit(process.communicate): title for title, process in started.items()}
+            for done in as_completed(outputs):
+                title = outputs[done]
+                if started[title].returncode == 0:
+                    first_s, step_s = _parsed(done.result()[0])
+                    yield title, {"first step": first_s, "step": step_s}
 
 
 def _caches(cache: Path) -> dict[str, str]:

@@ -16,7 +16,17 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from benchmarks import gpu_cluster, gpu_throughput, measuring, performance_page, plot, ranks, step, turns
+from benchmarks import (
+    compile_start,
+    gpu_cluster,
+    gpu_throughput,
+    measuring,
+    performance_page,
+    plot,
+    ranks,
+    step,
+    turns,
+)
 from benchmarks.gpu_cases import CASES, MODELS, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
 from benchmarks.measuring import ROOT, comparison, exponent, growth, interleaved, parser, rounds_of, table
@@ -115,6 +125,30 @@ def test_a_gpu_run_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("benchmarks.gpu_throughput.time.monotonic", lambda: float(next(clock)))
     assert len(list(gpu_throughput.within(9, CASES))) == 4
     assert CASES[0] == Case("gpt", "bf16")
+
+
+def test_a_mode_of_compile_counts_when_it_ends_not_after_the_slowest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    wait = (
+        "import os, time\nfor _ in range(2000):\n"
+        f"  if os.path.exists({str(gate)!r}): break\n  time.sleep(0.01)\n"
+    )
+
+    def child(scope: str, num_blocks: int, mode: str) -> list[str]:
+        if mode == "reduce-overhead":
+            return [sys.executable, "-c", "raise SystemExit(1)"]
+        return [sys.executable, "-c", f"{wait if scope == 'eager' else ''}print('seconds:', 2.0, 0.5)"]
+
+    monkeypatch.setattr(compile_start, "_child", child)
+    ended = {}
+    for title, row in compile_start.cuda_modes(1):
+        ended[title] = row
+        if len(ended) == 4:  # two modes of each scope
+            gate.touch()
+    assert list(ended)[4:] == ["eager"] and not any("reduce" in title for title in ended)
+    assert ended["eager"] == {"first step": 2.0, "step": 0.5}
 
 
 @pytest.mark.slow
