@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from tests.cli.commands import hpc_train, ready_runs, stderr_of, submitted, succ
 from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run.runs import change_record, record_of, small_run
+from tests.run.runs import change_launcher, change_record, small_run
 from tests.waiting import HANG_LIMIT_S
 
 _LIMIT_S = HANG_LIMIT_S
@@ -117,9 +116,7 @@ def test_a_run_that_can_not_be_cancelled_here_is_named_with_where_it_can(
 ) -> None:
     paths = small_run(tmp_path / "runs")
     claim_attempt(paths, launcher)
-    process = record_of(paths.attempt(1)).launcher_process
-    assert process is not None
-    change_record(paths.attempt(1), launcher_process=replace(process, host="other", boot_id="other"))
+    change_launcher(paths.attempt(1), host="other", boot_id="other")
     write_status(paths, RunStatus("running", 3, 10, attempt=1))
     done = hpc_train("cancel", "abc")
     assert (done.code, message in done.err) == (1, True), done.err

@@ -14,6 +14,7 @@ from hpc_train.run.attempts import claim_attempt, newest_number, no_claims
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train, stderr_of, succeeded
 from tests.end_to_end.runs import wait_for
+from tests.report.test_progress_display import Terminal
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 from tests.waiting import HANG_LIMIT_S
@@ -39,14 +40,7 @@ def _names(run: RunPaths) -> set[str]:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, text: str, command: str = "clean", *options: str) -> Done:
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
-
-        def readline(self) -> str:
-            return text
-
-    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdin", Terminal(text))
     return hpc_train(command, "abc", *options)
 
 

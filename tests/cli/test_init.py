@@ -22,6 +22,7 @@ from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
+from tests.report.test_progress_display import Terminal
 
 
 def written(*arguments: str | Path, name: str = "exp.yaml") -> str:
@@ -172,10 +173,6 @@ def test_recipes_are_listed() -> None:
 
 
 def test_on_a_terminal_it_asks_for_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr("hpc_train.cli.init._is_terminal", lambda: True)
     monkeypatch.setattr(sys, "stdin", Terminal("nonsense\ndetection\n\n/data/boxes\n\n"))
     assert "write one of classification" in stderr_of(0, "init", "--local")

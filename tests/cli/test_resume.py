@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
-from tests.run.runs import change_facts, change_record, record_of
+from tests.run.runs import change_facts, change_launcher, change_record
 from tests.run.test_checkpoints import write_checkpoint
 
 
@@ -170,10 +169,7 @@ def test_the_second_of_two_resumes_changes_nothing(failed: RunPaths, monkeypatch
 def _on_a_machine_that_is_gone(paths: RunPaths, silent_min: float) -> None:
     """Leave the run as a host leaves it that vanishes while it trains."""
     number = claim_attempt(paths, "local")
-    process = record_of(paths.attempt(number)).launcher_process
-    assert process is not None
-    there = replace(process, host="spot-7", boot_id="another")
-    change_record(paths.attempt(number), launcher_process=there)
+    change_launcher(paths.attempt(number), host="spot-7", boot_id="another")
     paths.attempt(number).heartbeat("spot-7").write_text("{}")
     write_status(paths, RunStatus("running", 4, 9, attempt=number))
     change_facts(paths, launcher="local")

@@ -18,7 +18,7 @@ from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.report.made_runs import made_sweep
-from tests.run.runs import change_facts, change_record, record_of, small_run, write_rows
+from tests.run.runs import change_facts, change_launcher, change_record, small_run, write_rows
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 from tests.terminals import on_terminal
 
@@ -42,9 +42,8 @@ def test_columns_are_plain_where_nobody_watches(paths: RunPaths) -> None:
 
 def test_a_run_whose_launcher_died_is_corrected(paths: RunPaths) -> None:
     claim_attempt(paths)
-    launcher = record_of(paths.attempt(1)).launcher_process
-    assert launcher is not None
-    change_record(paths.attempt(1), launcher="local", launcher_process=replace(launcher, start_ticks=0))
+    change_record(paths.attempt(1), launcher="local")
+    change_launcher(paths.attempt(1), start_ticks=0)
     write_status(paths, RunStatus(state="running", step=4, attempt=1))
     (run,) = json.loads(hpc_train("status", "--json").out)["runs"]
     assert (run["state"], run["reason"], run["step"]) == ("failed", "launcher died", 4)

@@ -39,6 +39,13 @@ def change_record(attempt: AttemptPaths, **changes: Any) -> None:
     write_record(attempt, replace(record_of(attempt), **changes))
 
 
+def change_launcher(attempt: AttemptPaths, **changes: Any) -> None:
+    """Change facts of the launcher's process in the record of an attempt."""
+    process = record_of(attempt).launcher_process
+    assert process is not None
+    change_record(attempt, launcher_process=replace(process, **changes))
+
+
 def change_facts(paths: RunPaths, **facts: Any) -> None:
     """Change facts of run.json."""
     write_json(paths.run, (read_json(paths.run) or {}) | facts)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.create import create_run
 from hpc_train.run.run_status import RunStatus, write_status
@@ -32,6 +32,12 @@ def made_run(
     write_status(paths, RunStatus(state, step, 100, 1.0, 1, reason if state == "failed" else None))
     add_rows(paths, step)
     return paths
+
+
+def three_runs() -> list[RunPaths]:
+    """Create a run that runs, one that has failed and one that has completed."""
+    states = (("a1", "running", 50), ("b2", "failed", 20), ("c3", "completed", 100))
+    return [made_run(runs_root(), *facts) for facts in states]
 
 
 def add_rows(paths: RunPaths, until: int, since: int = 1, **more: Any) -> None:

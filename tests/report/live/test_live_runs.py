@@ -34,7 +34,7 @@ from hpc_train.run.spikes import Spike, SpikesFile
 from tests.calls import work_of
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
-from tests.report.live.runs import add_rows, made_run
+from tests.report.live.runs import add_rows, made_run, three_runs
 from tests.report.test_progress_display import Clock
 from tests.run.runs import change_facts
 
@@ -174,8 +174,7 @@ def test_a_log_is_followed_from_near_its_end(tmp_path: Path) -> None:
 
 
 def _runs() -> list[LiveRun]:
-    for run_id, state, step in (("a1", "running", 50), ("b2", "failed", 20), ("c3", "completed", 100)):
-        made_run(runs_root(), run_id, state, step)
+    three_runs()
     return RunsReader([]).read()
 
 

@@ -20,7 +20,7 @@ from hpc_train.report.live.details import Details, DetailsReader
 from hpc_train.report.live.live_runs import LiveRun, cells, columns_for
 from hpc_train.report.live.screens import DetailsView, LogView, Question, styled
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.report.live.runs import add_rows, made_run
+from tests.report.live.runs import add_rows, made_run, three_runs
 from tests.report.live.screens import in_a_loop, lines_of, screen, shows, text_of, until
 
 _HOSTILE = (
@@ -35,16 +35,9 @@ _NUMBERS = st.one_of(st.floats(), st.integers(), st.just(2**2000), st.booleans()
 _WORDS = st.tuples(_TEXTS, _TEXTS, _TEXTS, _TEXTS)
 
 
-def _three() -> list[RunPaths]:
-    return [
-        made_run(runs_root(), run_id, state, step)
-        for run_id, state, step in (("a1", "running", 50), ("b2", "failed", 20), ("c3", "completed", 100))
-    ]
-
-
 @in_a_loop
 async def test_runs_and_details_fit_80_columns_and_keys_select_a_run() -> None:
-    _three()
+    three_runs()
     async with screen() as (app, pilot):
         await shows(pilot, "3 runs: 1 failed, 1 running, 1 completed", "████░░░░ 50/100", "a1 of small")
         lines = lines_of(app)
@@ -132,7 +125,7 @@ async def test_a_selected_failure_is_explained_in_full_among_many_runs() -> None
 
 @in_a_loop
 async def test_a_wide_screen_has_all_columns() -> None:
-    _three()
+    three_runs()
     async with screen(size=(200, 40)) as (app, pilot):
         await shows(pilot, "1.23k samples/s", "25%", "41%", "n1", "rank 0: ValueError: no", "tries")
         await pilot.resize_terminal(60, 20)
@@ -142,7 +135,7 @@ async def test_a_wide_screen_has_all_columns() -> None:
 
 @in_a_loop
 async def test_new_rows_are_shown_and_the_selection_stays() -> None:
-    paths = _three()
+    paths = three_runs()
     async with screen() as (app, pilot):
         await shows(pilot, "a1 of small")
         await pilot.press("down")
@@ -160,7 +153,7 @@ async def test_new_rows_are_shown_and_the_selection_stays() -> None:
 @pytest.mark.slow
 @in_a_loop
 async def test_the_filter_takes_words_and_escape_clears_it() -> None:
-    _three()
+    three_runs()
     async with screen() as (app, pilot):
         await shows(pilot, "3 runs")
         await pilot.press("slash", *"failed", "enter")
@@ -198,7 +191,7 @@ async def test_cancel_and_resume_ask_first(monkeypatch: pytest.MonkeyPatch, key:
     monkeypatch.setattr(app_module, "Command", FakeCommand)
     monkeypatch.setattr(app_module, "_COMMANDS_EVERY_S", 0.01)
     FakeCommand.started = []
-    _three()
+    three_runs()
     async with screen() as (app, pilot):
         await shows(pilot, "a1 of small")
         for answer in ("n", "escape", "enter"):
@@ -216,7 +209,7 @@ async def test_cancel_and_resume_ask_first(monkeypatch: pytest.MonkeyPatch, key:
 @pytest.mark.slow
 @in_a_loop
 async def test_the_log_is_followed_until_one_goes_back() -> None:
-    paths = _three()[0]
+    paths = three_runs()[0]
     log = paths.attempt(1).log(0)
     log.write_text("first [red]line[/red]\n")
     async with screen() as (_, pilot):
@@ -275,7 +268,7 @@ async def test_help_lists_the_keys() -> None:
 async def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _three()
+    three_runs()
     trouble = "squeue does not [answer]"
     real = FollowingLauncher.status
 
@@ -299,7 +292,7 @@ async def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(
 
 @in_a_loop
 async def test_lines_and_details_that_come_too_late_are_dropped() -> None:
-    paths = _three()[0]
+    paths = three_runs()[0]
     paths.attempt(1).log(0).write_text("late line\n")
     async with screen() as (app, pilot):
         await shows(pilot, "a1 of small")
@@ -318,7 +311,7 @@ async def test_lines_and_details_that_come_too_late_are_dropped() -> None:
 
 @in_a_loop
 async def test_no_color_leaves_the_terminals_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    _three()
+    three_runs()
 
     async def colors() -> set[str]:
         async with screen() as (app, pilot):
