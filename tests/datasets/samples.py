@@ -15,7 +15,8 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.base import DataSource, TensorSplit
 from hpc_train.training.datasets.batches import TrainingBatches, training_batches
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpecs
 from tests.experiments import tiny_experiment
 
 CPU = torch.device("cpu")
@@ -112,6 +113,14 @@ def steps(train: Any, **keys: Any) -> list[tuple[int, list[Batch]]]:
     """Return all that ``training`` gives, augmented."""
     with training(train, **{"augment": AUGMENT, **keys}) as batches:
         return list(batches)
+
+
+def one_batch(train: Any, spec: TargetSpecs = None, bad: BadSamples | None = None, **data: Any) -> Batch:
+    """Return one epoch in one micro-batch, as training reads it."""
+    config = experiment(micro_batch_size=8, **data)
+    with training_batches(source(train), config, Position(0), 1, 0, 1, CPU, bad, spec) as batches:
+        ((_, (batch,)),) = batches
+    return batch
 
 
 def assert_equal(left: list[tuple[int, list[Batch]]], right: list[tuple[int, list[Batch]]]) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
-from hpc_train.training.datasets.batches import evaluation_batches, training_batches, try_samples
+from hpc_train.training.datasets.batches import evaluation_batches, try_samples
 from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
-from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs, map_tensors
+from hpc_train.training.datasets.types import DataInfo, TargetSpec, TargetSpecs, map_tensors
 from tests.datasets.samples import CPU, experiment, random_images, source
+from tests.datasets.samples import one_batch as read
 
 SAMPLES = 8
 SIDE = 4
@@ -84,14 +84,6 @@ class BoxTable(Boxes):
         samples = [self[index][1] for index in indices.tolist()]
         targets = {name: [sample[name] for sample in samples] for name in ("boxes", "labels")}
         return IMAGES[indices], targets | {"id": indices}
-
-
-def read(train: Any, spec: TargetSpecs = None, bad: BadSamples | None = None, **data: Any) -> Batch:
-    """Return one epoch in one micro-batch, as training reads it."""
-    config = experiment(micro_batch_size=8, **data)
-    with training_batches(source(train), config, Position(0), 1, 0, 1, CPU, bad, spec) as batches:
-        ((_, (batch,)),) = batches
-    return batch
 
 
 @pytest.mark.parametrize("workers", [0, 1])

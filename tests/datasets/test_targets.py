@@ -13,11 +13,10 @@ from torch import Tensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import AugmentConfig
 from hpc_train.training.datasets.base import TensorSplit
-from hpc_train.training.datasets.batches import evaluation_batches, training_batches
-from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.batches import evaluation_batches
 from hpc_train.training.datasets.sources.torchvision import in_memory
 from hpc_train.training.datasets.types import TargetSpec
-from tests.datasets.samples import CPU, experiment, random_images, source
+from tests.datasets.samples import CPU, experiment, one_batch, random_images
 
 CLASS = TargetSpec("a class number", kind="integer", shape=(), minimum=0, maximum=9)
 SAMPLES = 8
@@ -37,15 +36,11 @@ class Samples:
         return self._inputs[index], self._targets[index]
 
 
-class Table:
-    """The same as a whole batch, and by nothing else."""
+class Table(Samples):
+    """The same in whole batches."""
 
-    def __init__(self, targets: Tensor, inputs: Tensor | None = None) -> None:
-        self._targets = targets
-        self._inputs = random_images(SAMPLES, height=4, width=4) if inputs is None else inputs
-
-    def __len__(self) -> int:
-        return SAMPLES
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+        raise AssertionError("read as whole batches")
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         return self._inputs[indices], self._targets[indices]
@@ -53,9 +48,7 @@ class Table:
 
 def read(train: Any, spec: TargetSpec | None = None, **data: Any) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of one epoch as training reads them."""
-    config = experiment(micro_batch_size=8, **data)
-    with training_batches(source(train), config, Position(0), 1, 0, 1, CPU, target_spec=spec) as batches:
-        ((_, (batch,)),) = batches
+    batch = one_batch(train, spec, **data)
     return batch.inputs, batch.targets
 
 
