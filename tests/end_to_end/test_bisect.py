@@ -178,6 +178,7 @@ def test_other_strategies(word: str, kind: str, expected: dict[str, Any], quiet_
     assert answer["replays"] <= 4
 
 
+@pytest.mark.soak  # below, both replays of compiled runs are equal, too
 def test_a_compiled_run_equals_its_replay(quiet_runs: QuietRuns) -> None:
     answer = bisected(quiet_runs.of(*COMPILED, ranks=1).folder, "--from", "8", code=0)
     (own,) = answer["reproduction"]
@@ -189,9 +190,10 @@ def test_a_compiled_run_equals_its_replay(quiet_runs: QuietRuns) -> None:
     ("words", "expected"),
     [
         (["model.args.flip=output:5:2:head:18"], {"step": 5, "where": "loss", "micro_batch": 2}),
-        (
+        pytest.param(  # eager runs have gradients above
             ["model.args.flip=gradient:5:2:stem:18"],
             {"step": 5, "where": "gradients", "tensor": "stem.weight"},
+            marks=pytest.mark.soak,
         ),
         (["compile=false"], {"step": 1, "where": "loss", "micro_batch": 0}),
     ],
@@ -199,7 +201,7 @@ def test_a_compiled_run_equals_its_replay(quiet_runs: QuietRuns) -> None:
 )
 def test_compiled_runs(words: list[str], expected: dict[str, Any], quiet_runs: QuietRuns) -> None:
     """A compiled model does not call its modules one by one: inputs, losses and tensors are compared."""
-    run, other = (quiet_runs.of(*COMPILED, *more, text=TEXT, ranks=1) for more in ((), words))
+    run, other = (quiet_runs.of(*COMPILED, *more, ranks=1) for more in ((), words))
     answer = bisected(run.folder, other.folder, code=1)
     assert answer["place"] == answer["place"] | expected, answer
     assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
