@@ -75,7 +75,7 @@ PACED = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced
 #: Overrides of a run that compiles: each of its graphs takes seconds of CPU time, so tests share the one that
 #: nothing disturbs. Checkpoints 4, 7 and 8.
 COMPILED = (
-    "compile=true", "model.name=tests.end_to_end.flips:net", "optimization.steps=8",
+    "compile=true", "model.name=tests.end_to_end.flips:net", "model.args.depth=1", "optimization.steps=8",
     "optimization.schedule.warmup_steps=2", "evaluation.every_steps=3", "checkpoint.keep_every=4",
 )  # fmt: skip
 
