@@ -14,9 +14,12 @@ import pytest
 from filelock import FileLock
 
 from hpc_train.paths import RunPaths
+from tests import warm
 from tests.end_to_end.runs import EXPERIMENT, hpc_train, only_run, write_experiment
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+#: In ``make test-full``; else they are forked, also for a test whose own ranks are fresh.
+_ARE_FRESH = warm.FRESH in os.environ
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class QuietRuns:
             if not (folder / "done").exists():
                 where = ("--local", "--devices", str(ranks))
                 own = {**environment, "HPC_TRAIN_RUNS": str(folder / "runs")}
-                done = hpc_train("submit", write_experiment(folder, text), *overrides, *where, **own)
+                with pytest.MonkeyPatch.context() as patch:
+                    if not _ARE_FRESH:
+                        patch.delenv(warm.FRESH, raising=False)
+                    done = hpc_train("submit", write_experiment(folder, text), *overrides, *where, **own)
                 assert done.code == 0, done.err
                 (folder / "done").touch()
         return only_run(folder)

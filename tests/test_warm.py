@@ -143,7 +143,7 @@ def test_a_worker_is_forked_and_has_a_fork_server_of_its_own() -> None:
 def task(*words: str, output: Any, **variables: str) -> subprocess.Popen[Any]:
     """Start Python as srun does where tests/warm_site has it ask for a warm rank."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", warm.__file__, "task", *FACTS[:1], "-u", *FACTS[1:3], *words],
+        warm.forking_task([*FACTS[:1], "-u", *FACTS[1:3], *words]),
         env=os.environ | warm.for_jobs() | {"PYTHONPATH": REPOSITORY} | variables,
         stdin=subprocess.DEVNULL,
         stdout=output,

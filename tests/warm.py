@@ -14,6 +14,7 @@ typer, pydantic and hpc_train than for its work. ``start`` forks a process for t
 
     slurmstepd ── task                 Python as srun starts it; its first import (tests/warm_site) orders a
                                        rank of pytest's server, passes signals on, and ends as the rank does
+                                       (tests/warm_task.py)
     pytest ── fork server
            └ supervisor ── rank        killed by the supervisor where its task is killed
 
@@ -66,6 +67,7 @@ _LIBRARIES = "HPC_TRAIN_TEST_LIBRARIES"
 #: For a fork server: numpy's library and pyarrow's allocator start no threads, which forks would lack.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _HOOK = Path(__file__).parent / "warm_site"
+_TASK = Path(__file__).with_name("warm_task.py")
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
     "hpc_train.launchers.entry", "hpc_train.experiment.validate.child_process", "hpc_train.training.prepare",
@@ -85,6 +87,10 @@ _READ_AT_START = (
 _SET_AFTERWARDS = {
     "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR", "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONFAULTHANDLER",
+    # torchrun sets these for its ranks.
+    "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }  # fmt: skip
 #: Set in each job; no difference where the encoding is UTF-8 already, but for a stream's errors.
 _UTF8_MODE = ("PYTHONUTF8", "1")
@@ -449,7 +455,12 @@ def task(script: str, *arguments: str) -> list[str]:
     if FRESH in os.environ:
         return command
     run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    return [sys.executable, "-I", "-S", __file__, "task", sys.executable, "-c", run, script, *arguments]
+    return forking_task([sys.executable, "-c", run, script, *arguments])
+
+
+def forking_task(command: Sequence[str]) -> list[str]:
+    """Return the command of a task of Slurm that is to fork ``command``, a Python, with ``DOOR`` set."""
+    return [sys.executable, "-I", "-S", str(_TASK), *command]
 
 
 def _serve(end: socket.socket, door: socket.socket | None) -> tuple[dict[str, Any], list[int]]:
@@ -654,50 +665,6 @@ def _run_as_main(command: Sequence[str], imports: Any) -> NoReturn:
     os._exit(code & 255)  # Python's own end takes a second where torch is imported
 
 
-def _be_task(command: Sequence[str]) -> NoReturn:
-    """Be a task of Slurm whose rank is forked, where that makes no difference to it; else become Python."""
-    environment = {name: value for name, value in os.environ.items() if name != DOOR}
-    order = _own_state() | {
-        "role": "module",
-        "command": command,
-        "environment": environment,
-        "folder": str(Path.cwd()),
-        "new_session": True,
-        "is_rank": True,
-    }
-    with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
-        end.connect(os.environ[DOOR])
-        socket.send_fds(end, [json.dumps(order).encode()], (0, 1, 2))
-        pid = int(end.recv(100))  # ValueError: it declined
-        os.set_inheritable(end.fileno(), True)
-        # Nothing that looks for ranks is to find this process; the test's cluster does, by these.
-        kept = {name: environment[name] for name in ("SLURM_CONF", "SLURMD_NODENAME") if name in environment}
-        words = ["wait", str(end.fileno()), str(pid)]
-        os.execve(sys.executable, [sys.executable, "-I", "-S", __file__, *words], kept)
-    os.execve(command[0], command, environment)
-
-
-def _wait(supervisor: socket.socket, pid: int) -> NoReturn:
-    """Pass signals on to the rank, and end as it ends."""
-
-    def pass_on(number: int, _: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE}:
-        signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # some may have come before there was a rank
-    status = int(supervisor.recv(100))
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status))
-
-
 def _use_large_pages() -> None:
     """Put this process's memory into pages of 2 MiB where Linux can: a fork copies the list of its pages."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -709,10 +676,6 @@ def _use_large_pages() -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "task":
-        _be_task(sys.argv[2:])
-    if sys.argv[1] == "wait":
-        _wait(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     gc.disable()
     # By this name: forks import the package ``tests`` from a snapshot. Python has put this folder first; with
     # its option -P, forks would have that option too.

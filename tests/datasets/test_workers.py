@@ -132,9 +132,7 @@ def test_a_worker_that_is_killed_while_it_writes_is_noticed(workers: int) -> Non
                     next(batches)
 
 
-def test_a_thread_that_pins_memory_and_waits_for_the_device_keeps_no_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_pins_memory_and_waits_keeps_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch joins that thread without a limit; loader processes are killed then."""
     monkeypatch.setattr(workers, "_SHUTDOWN_LIMIT_S", 0.1)
     batches = training_batches(source(random_split(8)), experiment(), Position(0), 1000, 0, 1, CPU)

@@ -146,7 +146,7 @@ def play(
 def run(command: Command, folder: Path, limit_s: float = LIMIT_S) -> tuple[int, str]:
     """Run it without a GPU; return its exit code and all it printed.
 
-    A shell types what is more than a plain ``hpc-train …``, whose ranks are forked from a warm process.
+    A shell types what is more than a plain ``hpc-train …``; only its ranks are forked from a warm process.
     """
     words = shlex.split(command.line, comments=True)
     if words[:2] == ["hpc-train", "watch"]:
@@ -156,7 +156,7 @@ def run(command: Command, folder: Path, limit_s: float = LIMIT_S) -> tuple[int, 
     with start(
         [sys.executable, "-m", "hpc_train", *words[1:]] if is_plain else ["bash", "-c", command.line],
         cwd=folder,
-        env=_environment(),
+        env=_environment() | ({} if is_plain else warm.for_jobs()),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

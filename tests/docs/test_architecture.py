@@ -99,13 +99,12 @@ def test_a_part_is_named_in_the_places_of_its_row_only(kind: str, example: str, 
 @functools.cache
 def _importers() -> dict[str, set[str]]:
     """Return by module of the package the modules that import it."""
-    trees = {
-        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts): ast.parse(file.read_text())
-        for file in PACKAGE.rglob("*.py")
+    files = {
+        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")
     }
-    importers: dict[str, set[str]] = {name: set() for name in trees}
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    importers: dict[str, set[str]] = {name: set() for name in files}
+    for name, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text())):  # one tree at a time: garbage is collected sooner
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     module = f"{node.module}.{alias.name}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -77,8 +79,15 @@ def test_changes_since_the_last_release_use_plain_terms() -> None:
 
 
 def test_messages_and_docstrings_use_plain_terms() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
-    assert [hit for file in files for line, text in _strings(file) for hit in _hits(file, text, line)] == []
+    # First all strings of a file at once, which takes a fraction of the time.
+    files = [
+        file
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if any(_hits(file, "\n\0\n".join(text for _, text in _texts(file).strings)))
+    ]
+    assert [
+        hit for file in files for line, text in _texts(file).strings for hit in _hits(file, text, line)
+    ] == []
 
 
 def test_phrases_and_names_are_counted() -> None:
@@ -99,10 +108,18 @@ def test_names_use_plain_terms() -> None:
     named = [
         f"{file.relative_to(REPOSITORY)}: {name}"
         for file in sorted(PACKAGE.rglob("*.py"))
-        for name in sorted(_own_names(ast.parse(file.read_text(encoding="utf-8"))))
+        for name in sorted(_texts(file).names)
         if _METAPHORS & set(name.lower().split("_"))
     ]
     assert named == []
+
+
+class _Texts(NamedTuple):
+    """What a module says."""
+
+    #: Line and text of the string constants with spaces: docstrings, messages, parts of f-strings.
+    strings: list[tuple[int, str]]
+    names: set[str]
 
 
 def _own_names(tree: ast.Module) -> set[str]:
@@ -124,9 +141,14 @@ def test_a_word_to_avoid_is_found(text: str) -> None:
     assert len(list(_hits(PACKAGE / "__init__.py", text))) == 1
 
 
-def _strings(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of the string constants with spaces: docstrings, messages, parts of f-strings."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+@functools.cache
+def _texts(file: Path) -> _Texts:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return _Texts(list(_strings(tree)), _own_names(tree))
+
+
+def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.package_path import with_package
+from tests import warm
 from tests.docs.pages import NOTEBOOKS, Block, blocks
 from tests.waiting import HANG_LIMIT_S
 
@@ -38,7 +39,9 @@ def run_by_jupyter(cells: list[Block], folder: Path) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=folder,
-        env=with_package(environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+        env=with_package(
+            environment | warm.for_jobs() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        ),
         capture_output=True,
         text=True,
         timeout=HANG_LIMIT_S,

@@ -44,9 +44,8 @@ def test_a_step_runs_on_two_nodes(any_cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_ranks_of_jobs_are_forked_from_a_warm_process(cluster: Cluster, tmp_path: Path) -> None:
-    task = [sys.executable, "-I", "-S", warm.__file__, "task"]
     rank = [sys.executable, "-m", "tests.start_facts", "one"]
-    wrap = f"srun {shlex.join(task + rank)}"
+    wrap = f"srun {shlex.join(warm.forking_task(rank))}"
     # srun's own messages would be written into the middle of a line.
     options = (f"--chdir={REPOSITORY}", f"--error={tmp_path}/errors")
     job = sbatch(cluster, *options, wrap=wrap, folder=tmp_path)

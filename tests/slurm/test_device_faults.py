@@ -50,6 +50,8 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
         monkeypatch.setenv(name, value)
 
 
+# The next test, and test_recovery.py for a first attempt.
+@pytest.mark.soak
 @pytest.mark.fault(50)
 @pytest.mark.usefixtures("fresh_ranks")
 def test_a_node_that_lost_a_gpu_is_left_out(

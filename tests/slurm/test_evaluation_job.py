@@ -125,10 +125,10 @@ def ranks_that_evaluate(paths: RunPaths) -> list[int]:
 
 
 @pytest.mark.fault(66)
-@pytest.mark.usefixtures("fresh_ranks")
 def test_an_evaluation_that_is_killed_or_requeued_is_repeated(
-    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PACED_EVAL_S", "0.3")  # of each of 15 micro-batches
     with Hold(tmp_path, 30) as hold:
         paths = submit_one(tmp_path, *BY_JOB, hold.override, text=ONE_NODE)
         wait_for(lambda: bool(ranks_that_evaluate(paths)), f"an evaluation\n{account(paths)}", LIMIT_S)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,7 +20,7 @@ import pytest
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.metric_rows import iter_rows
-from tests.end_to_end.runs import ONE_THREAD, found_runs, hpc_train, last_step, wait_for
+from tests.end_to_end.runs import found_runs, hpc_train, last_step, wait_for
 from tests.loggers.wandb_files import read_run
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (
@@ -37,7 +35,7 @@ from tests.slurm.experiments import (
 )
 from tests.slurm.runs import high_job
 from tests.waiting import HANG_LIMIT_S
-from tests.workloads.examples import MODES, NAMES, copied, same_weights, weights
+from tests.workloads.examples import MODES, NAMES, copied, same_weights, torchrun, weights
 from tests.workloads.programs import HELD, forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -197,7 +195,9 @@ def test_a_disturbed_example_ends_as_the_plain_script_alone(
     scripts: Sequence[tuple[str, str]], cluster: Cluster, tmp_path: Path
 ) -> None:
     runs = [Disturbed(name, mode, tmp_path / f"{name}-{mode}") for name, mode in scripts]
-    references = [start_reference(name, tmp_path / name) for name in {name for name, _ in scripts}]
+    plain = (f"--steps={STEPS}", f"--save-every={SAVE_EVERY}")
+    names = {name for name, _ in scripts}
+    references = [torchrun(copied(name, tmp_path / name), "train.py", *plain) for name in names]
     reach_the_time_limit(cluster, runs)
     hold_all(runs)
     preempt(cluster, runs)
@@ -210,13 +210,7 @@ def test_a_disturbed_example_ends_as_the_plain_script_alone(
     hold_all(runs)
     cancel(runs)
     for reference in references:
-        assert reference.wait(HANG_LIMIT_S) == 0
+        _, err = reference.communicate(timeout=HANG_LIMIT_S)
+        assert reference.returncode == 0, err
     for run in runs:
         see_it_complete(run, tmp_path / run.name)
-
-
-def start_reference(name: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the plain script by torchrun."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    launch += [f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"]
-    return subprocess.Popen(launch, cwd=copied(name, folder), env=os.environ | ONE_THREAD)

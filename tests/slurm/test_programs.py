@@ -33,7 +33,9 @@ from tests.workloads.programs import (
     SCRIPT,
     SESSION_SCRIPT,
     TEXT,
+    TORCHRUN,
     TORCHRUN_TEXT,
+    forked,
     result,
     weight_after,
     write_program,
@@ -64,7 +66,9 @@ def test_a_sweep_of_programs_is_one_array(cluster: Cluster, tmp_path: Path) -> N
 
 
 def test_torchrun_once_per_node_stops_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    (paths,) = submit(tmp_path, "program.args.sleep=0.3", text=TORCHRUN_TEXT, script=SESSION_SCRIPT)
+    code = write_program(tmp_path, script=SESSION_SCRIPT).parent
+    words = ("program.args.sleep=0.3", *forked(code, launch=(*TORCHRUN, "--no-python")))
+    (paths,) = submit(tmp_path, *words, text=TORCHRUN_TEXT, script=SESSION_SCRIPT)
     wait_for_step(paths, 5)
     with high_job(cluster, records(paths)[-1].hosts):
         ended = wait_for_attempt_end(paths, 1)

@@ -15,6 +15,7 @@ from random import Random
 import pytest
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import found_runs, hpc_train, rows, wait_for
 from tests.end_to_end.test_stages import TUNE, stages_below
 from tests.faults.schedule import chosen_seeds
@@ -48,8 +49,12 @@ STAGES = "stages: [{optimization: {steps: 30}}, tune.yaml, {export: EXPORTED}]\n
 FOUR_STAGES = STAGES.replace("{export", "{evaluate: true}, {export")
 
 
-def staged_file(folder: Path, stages: str = STAGES) -> Path:
+def staged_file(folder: Path, stages: str = STAGES, hold: Hold | None = None) -> Path:
+    """Write the files of the stages; ``hold``: of the second one, at a step."""
     tune = TUNE.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net")
+    if hold is not None:
+        loggers = hold.override.removeprefix("logging.loggers=")
+        tune = tune.replace("every_steps: 1}", f"every_steps: 1, loggers: {loggers}}}")
     write_experiment(folder, tune + SLURM, "tune.yaml")
     return write_experiment(folder, FIRST + stages.replace("EXPORTED", str(folder / "w.safetensors")))
 
@@ -91,6 +96,8 @@ def preemption(cluster: Cluster, paths: RunPaths) -> Iterator[None]:
         wait_for_attempt(paths, number + 1)
 
 
+# The next test preempts two of the stages.
+@pytest.mark.soak
 @pytest.mark.fault(1, 63)
 @pytest.mark.parametrize("seed", chosen_seeds("1"))
 def test_randomly_preempted_stages_export_the_same_file(
@@ -122,19 +129,25 @@ def test_randomly_preempted_stages_export_the_same_file(
         assert len(json.loads(paths.run.read_text())["slurm_job_ids"]) == 1, account(paths)
     assert all(len(ends) > 1 for ends in causes[:2]), causes
     for paths in stages[:2]:
-        steps_trained = [row["step"] for row in rows(paths, "train")]
-        assert steps_trained == sorted(set(steps_trained)), "each step has one row"
+        assert_each_step_once(paths)
     (row,) = rows(stages[2], "val")
     assert row == {key: value for key, value in rows(stages[1], "val")[-1].items() if key in row}
 
 
-@pytest.mark.fault(61)
-def test_stages_follow_after_a_preemption_a_crash_and_a_resume(
+def assert_each_step_once(paths: RunPaths) -> None:
+    steps_trained = [row["step"] for row in rows(paths, "train")]
+    assert steps_trained == sorted(set(steps_trained)), "each step has one row"
+
+
+@pytest.mark.fault(1, 61)
+def test_stages_follow_after_preemptions_a_crash_and_a_resume(
     cluster: Cluster, expected: str, tmp_path: Path
 ) -> None:
     queued = tmp_path / "queued"
-    assert succeed(queued, "submit", staged_file(queued), pace_s=0.3).err.count("queued, in") == 3
-    first, tuned, export = stages_below(queued)
+    hold = Hold(queued, 3)
+    file = staged_file(queued, FOUR_STAGES, hold)
+    assert succeed(queued, "submit", file, pace_s=0.3).err.count("queued, in") == 4
+    first, tuned, evaluated, export = stages_below(queued)
     name = first.folder.name
     wait_for_queue(cluster, tuned, "Dependency")
     assert reasons(queued)[tuned.folder.name] == ("pending", f"waits for {name}")
@@ -160,11 +173,18 @@ def test_stages_follow_after_a_preemption_a_crash_and_a_resume(
     assert reasons(queued)[tuned.folder.name] == ("pending", waits)
 
     succeed(queued, "resume", "digits")
-    wait_for_completion(first, tuned, export)
-    assert [len(records(paths)) for paths in (first, tuned, export)] == [3, 1, 1]
-    assert job_of(tuned) != early
-    assert len(found_runs(queued)) == 3
+    wait_for_step(tuned, 3)
+    see_it_preempted(cluster, tuned)
+    hold.release()
+    wait_for_completion(first, tuned, evaluated, export)
+    assert [len(records(paths)) for paths in (first, tuned, evaluated, export)] == [3, 2, 1, 1]
+    assert job_of(tuned) != early and job_of(tuned) == str(records(tuned)[1].job)
+    assert len(found_runs(queued)) == 4
     assert exported(queued) == expected
+    for paths in (first, tuned):
+        assert_each_step_once(paths)
+    (row,) = rows(evaluated, "val")
+    assert row == {key: value for key, value in rows(tuned, "val")[-1].items() if key in row}
 
 
 @pytest.mark.fault(62)

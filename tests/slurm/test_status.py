@@ -193,7 +193,11 @@ def test_a_node_that_dies_makes_the_run_wait_and_never_fail(cluster: Cluster, ru
         cluster.start_node(node)
 
 
+# Without accounting test_end_to_end.py holds it in make test.
 @pytest.mark.fault(46)
+@pytest.mark.parametrize(
+    "any_cluster", ["accounting", pytest.param("no accounting", marks=pytest.mark.soak)], indirect=True
+)
 def test_cancel_is_final_in_every_state(any_cluster: Cluster, runs: Path) -> None:
     """Held, waiting, running (and deaf to SIGTERM), requeued; the array's last task, and not its siblings."""
     held, waiting, running, requeued, sibling, last = _array(any_cluster, runs, _STUBBORN, 6, "--hold")

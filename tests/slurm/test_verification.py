@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.run.checkpoints import is_set_aside
 from tests.end_to_end.flips import FLIP, FLIPS_ON
-from tests.end_to_end.random_faults import SlurmSweep
+from tests.end_to_end.node_faults import SlurmSweep
 from tests.end_to_end.runs import assert_equal_to_the_bit
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -62,7 +62,7 @@ def test_a_node_that_computes_wrongly_is_left_out(
     assert_equal_to_the_bit(quiet_runs.of(text=TEXT, ranks=3, environment=ENVIRONMENT), paths)
 
 
-@pytest.mark.parametrize("seed", [23, 40, 60])
+@pytest.mark.parametrize("seed", [23, 40, pytest.param(60, marks=pytest.mark.soak)])
 def test_a_bit_in_the_state_of_one_node_is_noticed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     """In a moment at the last step, in a weight and in a moment; ``make verify-faults`` has all faults."""
     result = SlurmSweep(tmp_path, cluster).verified(seed)

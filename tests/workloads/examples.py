@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.runs import REPOSITORY
+from tests import warm
+from tests.end_to_end.runs import ONE_THREAD, REPOSITORY
+from tests.workloads.programs import HELD
 
 PROGRAMS = REPOSITORY / "examples" / "programs"
 NAMES = sorted(path.parent.name for path in PROGRAMS.glob("*/train.py"))
@@ -23,6 +27,20 @@ def copied(name: str, folder: Path) -> Path:
         PROGRAMS / name, folder, ignore=shutil.ignore_patterns("out", "checkpoints", "wandb", "__*")
     )
     return folder
+
+
+def torchrun(code: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start the script on two ranks by torchrun, without hpc-train; torchrun and its ranks are forked."""
+    shutil.copy(HELD, code)
+    words = ["--standalone", "--nproc-per-node=2", "--no-python"]
+    words += warm.task(HELD.name, script, *arguments)
+    environment = os.environ | ONE_THREAD | warm.for_jobs()
+    if warm.DOOR in environment:
+        environment["MUST_BE_FORKED"] = "yes"
+    pipe = subprocess.PIPE
+    return warm.start_module(
+        "torch.distributed.run", *words, cwd=code, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def weights(folder: Path) -> dict[str, Any]:

@@ -47,6 +47,9 @@ def hold(optimizer: object, *_: object) -> None:
         time.sleep(0.02)
 
 
+#: As tests.warm.is_forked: else the script has imported torch by itself, for seconds of CPU time.
+is_forked = len(Path("/proc/self/cmdline").read_bytes()) > 60_000
+assert is_forked or "MUST_BE_FORKED" not in os.environ
 # A fork has its server's settings, and must not have its session.
 assert "hpc_train.session" not in sys.modules
 faulthandler.enable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,19 @@ def write_program(folder: Path, text: str = TEXT, script: Path = SCRIPT) -> Path
     return file
 
 
-def forked(code: Path, script: str = "train.py", door: str | None = None) -> list[str]:
+def forked(
+    code: Path, script: str = "train.py", door: str | None = None, launch: Sequence[str] = ()
+) -> list[str]:
     """Return overrides with which the script in ``code`` is forked, so that it need not import torch.
 
-    ``door``: of a server that has imported more, by default pytest's own.
+    ``door``: of a server that has imported more, by default pytest's own. ``launch``: a command that starts
+    the script.
     """
     shutil.copy(HELD, code)
     door = door or warm.for_jobs().get(warm.DOOR)
-    command = f"program.command={json.dumps(warm.task(HELD.name, script))}"
-    return [command, *([f"program.env.{warm.DOOR}={door}"] if door else [])]
+    command = f"program.command={json.dumps([*launch, *warm.task(HELD.name, script)])}"
+    variables = {warm.DOOR: door, "MUST_BE_FORKED": "yes"} if door else {}
+    return [command, *(f"program.env.{name}={value}" for name, value in variables.items())]
 
 
 def stopped_at(step: int, folder: Path, *words: str, code: Path) -> RunPaths:
@@ -127,14 +132,18 @@ def final_weights(paths: RunPaths) -> dict[str, Any]:
     return {name: value.tolist() for name, value in state.items()}
 
 
+#: Starts two ranks on each node.
+TORCHRUN = (
+    "torchrun", "--nnodes={nodes}", "--node-rank={node_rank}", "--nproc-per-node=2",
+    "--master-addr={master_addr}", "--master-port={master_port}",
+)  # fmt: skip
 #: The same script with torchrun, which is started once per node and starts the ranks.
-TORCHRUN_TEXT = """
+TORCHRUN_TEXT = f"""
 name: prog
 program:
-  command: [torchrun, "--nnodes={nodes}", "--node-rank={node_rank}", --nproc-per-node=2,
-            "--master-addr={master_addr}", "--master-port={master_port}", train.py]
+  command: {json.dumps([*TORCHRUN, "train.py"])}
   per: node
-  args: {steps: 30}
+  args: {{steps: 30}}
 """
 
 

@@ -6,7 +6,6 @@ import difflib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hpc_train.run.metric_rows import iter_rows
 from tests import warm
 from tests.end_to_end.runs import ONE_THREAD, REPOSITORY, status
 from tests.waiting import HANG_LIMIT_S
-from tests.workloads.examples import MODES, NAMES, PROGRAMS, copied, same_weights, weights
+from tests.workloads.examples import MODES, NAMES, PROGRAMS, copied, same_weights, torchrun, weights
 from tests.workloads.programs import HELD, forked, resumed_and_quiet
 
 _MAX_LINES = 5
@@ -102,15 +101,11 @@ def test_both_scripts_run_without_a_launcher_to_the_same_weights(
 @pytest.mark.slow
 def test_a_second_start_without_a_launcher_resumes_on_all_ranks(tmp_path: Path) -> None:
     code = copied("gan", tmp_path / "code")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for first, last in ((0, 20), (20, 25)):
-        command = [*launch, "train_session.py", f"--steps={last}"]
-        done = subprocess.run(
-            command, cwd=code, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False,
-            timeout=HANG_LIMIT_S,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        shown = [line.partition(":")[0] for line in done.stdout.splitlines()]
+        process = torchrun(code, "train_session.py", f"--steps={last}")
+        out, err = process.communicate(timeout=HANG_LIMIT_S)
+        assert process.returncode == 0, err
+        shown = [line.partition(":")[0] for line in out.splitlines()]
         assert shown == [f"step {step}" for step in range(first + 1, last + 1)]
 
 

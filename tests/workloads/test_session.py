@@ -25,11 +25,13 @@ from hpc_train.session.positions import PositionedSampler
 from hpc_train.session.process_state import SAVE, STOP
 from hpc_train.session.storage import Saving
 from hpc_train.training.distributed.shared_flags import SharedFlags
-from tests.end_to_end.runs import status
+from tests import warm
+from tests.end_to_end.runs import ONE_THREAD, status
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import (
     END_STEP_SCRIPT,
     END_STEP_TEXT,
+    HELD,
     SESSION_SCRIPT,
     SESSION_TEXT,
     final_weights,
@@ -209,11 +211,9 @@ assert len(list(batches)) == 19
 @pytest.mark.slow
 def test_a_signal_to_all_processes_ends_no_data_loader(tmp_path: Path) -> None:
     environment = os.environ | {"HPC_TRAIN_RUN": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", LOADER_SCRIPT]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    process = warm.start_script(LOADER_SCRIPT, env=environment, stderr=subprocess.PIPE, text=True)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
+    assert process.returncode == 0, err
 
 
 def test_a_heartbeat_needs_no_earlier_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,10 +259,11 @@ def test_importing_it_imports_no_torch() -> None:
 @pytest.mark.slow
 def test_a_script_with_five_lines_resumes_to_the_same_bits(tmp_path: Path) -> None:
     code = write_program(tmp_path, SESSION_TEXT, SESSION_SCRIPT).parent
-    plain = [sys.executable, "train.py", "--output", "plain.pt"]
-    subprocess.run(plain, cwd=code, check=True, timeout=HANG_LIMIT_S)
-    assert (code / "plain.pt").exists()
     words = ("exp.yaml", *forked(code), "--devices", "2")
+    plain = warm.task(HELD.name, "train.py", "--output", "plain.pt")
+    environment = os.environ | ONE_THREAD | warm.for_jobs()
+    subprocess.run(plain, cwd=code, env=environment, check=True, timeout=HANG_LIMIT_S)
+    assert (code / "plain.pt").exists()
     step, paths, quiet = resumed_and_quiet(12, tmp_path, *words, code=code, pace="program.args.sleep=0.2")
     record = read_record(paths.attempt(2))
     assert record is not None and record.checkpoints[0] == f"step-{step:08d}"
