@@ -34,6 +34,8 @@ FORGERIES: list[Any] = [
     _MISSING, None, True, -1, 2**62, 10**400, float("nan"), "x", [], {}, [0, 2**62, 2**62],
     [[[[[1]]]]], {"x": {"x": [1]}},
 ]  # fmt: skip
+#: Else each place gets every other value.
+_TRIES_ALL = os.environ.get("HPC_TRAIN_ALL_PARALLEL") == "1"
 #: Keys that represent all of their object: a matrix, a number and an empty tensor; one of each other kind.
 _SAMPLES: dict[str, set[str]] = {
     "tensors": {"model.first.weight", "model.norm.num_batches_tracked", "model.none"},
@@ -151,8 +153,9 @@ def test_each_forged_value_is_refused_or_harmless(
     data = json.loads(checkpoint.state.read_text())
     load(trainee(optimizer), run)
     wrong = []
-    for place in places(data if optimizer == "adamw" else {"optimizer": data["optimizer"]}):
-        for value in FORGERIES:
+    given = data if optimizer == "adamw" else {"optimizer": data["optimizer"]}
+    for number, place in enumerate(places(given)):
+        for value in FORGERIES if _TRIES_ALL else FORGERIES[number % 2 :: 2]:
             checkpoint.state.write_text(json.dumps(forged(data, place, value)))
             forge(checkpoint)
             acts: list[Callable[[], object]] = [partial(load, trainee(optimizer), run)]

@@ -178,7 +178,15 @@ def test_a_reader_that_goes_away_causes_no_traceback() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param("<&-", marks=pytest.mark.soak),
+        ">&-",
+        pytest.param("2>&-", marks=pytest.mark.soak),
+        "<&- >&- 2>&-",
+    ],
+)
 def test_a_closed_stream_changes_nothing_but_what_is_shown(file: Path, closed: str) -> None:
     command = f"{sys.executable} -m hpc_train"
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -44,11 +45,14 @@ def test_without_it_timm_imports_wandb(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nobody_who_looks_for_models_imports_wandb(tmp_path: Path) -> None:
-    """The children of commands too: they may be killed, and wandb's folders in $TMPDIR would stay."""
+    """The children of commands too: they may be killed, and wandb's folders in $TMPDIR would stay.
+
+    The module ``names`` prints one JSON object.
+    """
     script = """
-import sys
-from hpc_train.training.models import names, timm
-names.list_names()
+import runpy, sys
+import hpc_train.training.models.timm
+runpy.run_module("hpc_train.training.models.names", run_name="__main__")
 import timm.utils.summary
 print("wandb" in sys.modules)
 """
@@ -57,8 +61,14 @@ print("wandb" in sys.modules)
         command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True,
         env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
-    assert done.stdout.split() == ["False"]
+    printed, has_wandb = done.stdout.strip().rsplit("\n", 1)
+    assert has_wandb == "False"
     assert not list(tmp_path.glob("*wandb*"))
+    names = json.loads(printed)
+    keys = {"timm", "torchvision", "smp", "smp_encoders", "datasets", "timm_optimizers"}
+    arguments = {name for name in names if name.startswith("timm_optimizers/")}
+    assert names.keys() - arguments == keys
+    assert "betas" in names["timm_optimizers/lion"] and "momentum" not in names["timm_optimizers/lion"]
 
 
 @pytest.mark.slow

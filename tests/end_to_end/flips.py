@@ -127,13 +127,13 @@ def _is_first() -> bool:
 
 
 class Flipping(nn.Module):
-    """A stem, two blocks and a head, for 1×32×32 digits. ``center``: its sum depends on the CPU threads."""
+    """A stem, blocks and a head, for 1×32×32 digits. ``center``: its sum depends on the CPU threads."""
 
-    def __init__(self, num_classes: int, dropout: float, *, center: bool) -> None:
+    def __init__(self, num_classes: int, dropout: float, *, center: bool, depth: int) -> None:
         super().__init__()
         self.center = Center() if center else nn.Identity()
         self.stem = nn.Conv2d(1, 8, 4, stride=4)
-        self.blocks = nn.Sequential(*(Block(8, norm=True, dropout=dropout) for _ in range(2)))
+        self.blocks = nn.Sequential(*(Block(8, norm=True, dropout=dropout) for _ in range(depth)))
         self.head = nn.Linear(8 * 8 * 8, num_classes)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -148,8 +148,10 @@ class Center(nn.Module):
         return images_BCHW - images_BCHW.mean()
 
 
-def net(num_classes: int, dropout: float = 0.2, flip: str = "", center: bool = False) -> nn.Module:
-    model = Flipping(num_classes, dropout, center=center)
+def net(
+    num_classes: int, dropout: float = 0.2, flip: str = "", center: bool = False, depth: int = 2
+) -> nn.Module:
+    model = Flipping(num_classes, dropout, center=center, depth=depth)
     text = os.environ.get(FLIP) or _in_library() or flip
     if text:
         inject(model, Flip.parsed(text))

@@ -40,7 +40,7 @@ STEPS, RANKS, MICRO_BATCHES = 20, 2, 4
 #: Checkpoints 6, 12, 18 and 20, all of them kept.
 TEXT = (
     EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.flips:net")
-    .replace("steps: 60", f"steps: {STEPS}")
+    .replace("steps: 30", f"steps: {STEPS}")
     .replace("warmup_steps: 20", "warmup_steps: 2")
     .replace("every_steps: 7", "every_steps: 8, keep_every: 6")
 )

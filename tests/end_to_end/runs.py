@@ -56,7 +56,7 @@ task: classification
 model: {name: "tests.end_to_end.parts:net"}
 data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
 optimization:
-  steps: 60
+  steps: 30
   global_batch_size: 48
   micro_batch_size: 12
   optimizer: {name: adamw, lr: 0.003}
@@ -67,14 +67,16 @@ checkpoint: {every_steps: 7}
 logging: {every_steps: 1}
 """
 
-#: Takes as long as the environment says.
-PACED = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net")
+#: Takes as long as the environment says, with time for several faults.
+PACED = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net").replace(
+    "steps: 30", "steps: 60"
+)
 
 #: Overrides of a run that compiles: each of its graphs takes seconds of CPU time, so tests share the one that
-#: nothing disturbs.
+#: nothing disturbs. Checkpoints 4, 7 and 8.
 COMPILED = (
-    "compile=true", "optimization.steps=8", "optimization.schedule.warmup_steps=2",
-    "evaluation.every_steps=3",
+    "compile=true", "model.name=tests.end_to_end.flips:net", "model.args.depth=1", "optimization.steps=8",
+    "optimization.schedule.warmup_steps=2", "evaluation.every_steps=3", "checkpoint.keep_every=4",
 )  # fmt: skip
 
 #: A task, a data set with dicts as inputs and targets, and a model, none of them from the package.

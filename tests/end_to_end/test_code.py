@@ -38,7 +38,7 @@ def test_an_edit_after_submit_changes_nothing_until_code_new(tmp_path: Path) -> 
     work = work_tree(tmp_path / "work", "model.py", "helper.py")
     (work / "model.py").write_text(MODEL)
     (work / "helper.py").write_text("LIMIT = 20\n")
-    text = EXPERIMENT.replace("tests.end_to_end.parts:net", "model:Net").replace("steps: 60", "steps: 30")
+    text = EXPERIMENT.replace("tests.end_to_end.parts:net", "model:Net")
     experiment = write_experiment(tmp_path, text)
     assert run(tmp_path, "submit", experiment, "--local", "--devices", "2").code == 1
     paths = only_run(tmp_path)

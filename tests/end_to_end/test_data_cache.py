@@ -33,7 +33,7 @@ from tests.waiting import HANG_LIMIT_S
 pytestmark = pytest.mark.slow
 
 LOCAL = ("--local", "--devices", "1")
-TEXT = EXPERIMENT.replace("steps: 60", "steps: 40").replace(
+TEXT = EXPERIMENT.replace(
     "data: {name: digits,", 'data: {name: imagefolder, root: "ROOT", args: {channels: 1},'
 )
 
@@ -52,7 +52,7 @@ def test_rank_0_reports_what_is_not_read_and_what_loses_information(tmp_path: Pa
     (root / "train/class0/.hidden.jpg").touch()
     (root / "train/class0/0.jpg").unlink()  # the first of the files, which is inspected
     Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(root / "train/class0/0.png")
-    text = TEXT.replace("ROOT", str(root)).replace("steps: 40", "steps: 2")
+    text = TEXT.replace("ROOT", str(root)).replace("steps: 30", "steps: 2")
     overrides = ("optimization.schedule={name: constant}", "evaluation.every_steps=2")
     paths = submit(tmp_path / "run", *overrides, devices=2, text=text)
     first, second = (paths.attempt(1).log(rank).read_text() for rank in (0, 1))

@@ -21,6 +21,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, exit_codes, read_record
 from hpc_train.run.checkpoints import committed
+from tests import warm
 from tests.disks import small_disk, take_room
 from tests.end_to_end import paced
 from tests.end_to_end.holding import Hold
@@ -46,7 +47,7 @@ from tests.waiting import HANG_LIMIT_S
 pytestmark = pytest.mark.slow
 
 STEPS = 30
-PACED = EXPERIMENT.replace("parts:net", "paced:net").replace("steps: 60", f"steps: {STEPS}")
+PACED = EXPERIMENT.replace("parts:net", "paced:net")
 #: Its losses may be compared across ranks and strategies: no BatchNorm, no division by a second moment.
 PLAIN = PACED.replace(':net"}', ':net", args: {norm: false}}').replace("adamw, lr: 0.003", "sgd, lr: 0.05")
 assert "norm: false" in PLAIN and "sgd" in PLAIN
@@ -171,7 +172,7 @@ def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_repeats_it(quiet: RunPaths
 
 
 @pytest.mark.fault(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGUSR2])
 def test_a_signal_to_one_rank_alone_saves_and_requests_a_requeue(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -287,10 +288,9 @@ def test_a_file_that_is_not_an_image_ends_the_run_and_is_named(tmp_path: Path) -
 
 
 @pytest.mark.fault(48)
-@pytest.mark.usefixtures("fresh_ranks")
 def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Path) -> None:
     with Hold(tmp_path, 10) as hold:
-        process = begin(tmp_path, PACED, hold.override)
+        process = begin(tmp_path, PACED, hold.override, **{warm.FRESH: "1"})
         paths = wait_for_run(tmp_path, process)
         hold.wait(process)
         wait_for(lambda: len(record_of(paths).rank_processes) == 2, "the ranks' processes")

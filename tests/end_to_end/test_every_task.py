@@ -37,7 +37,7 @@ from tests.waiting import HANG_LIMIT_S
 pytestmark = pytest.mark.slow
 
 #: Enough of them to be killed in the middle.
-STEPS = 12
+STEPS = 8
 #: The first case and the second have the same data.
 KILLED = [case for case in CASES[1:] if case.data["name"] != "tokens"]
 #: Task → augmentation that draws numbers and moves targets.

@@ -26,7 +26,7 @@ from tests.end_to_end.runs import (
 
 pytestmark = pytest.mark.slow
 
-TEXT = EXPERIMENT.replace("steps: 60", "steps: 30").replace("data: {name: digits,", "data: {DATA,")
+TEXT = EXPERIMENT.replace("data: {name: digits,", "data: {DATA,")
 TRAIN = 72
 
 

@@ -27,7 +27,7 @@ sweep:
 
 def test_a_search_trains_its_trials_round_by_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "search.yaml"
-    short = EXPERIMENT.replace("steps: 60", "steps: 4").replace("warmup_steps: 20", "warmup_steps: 1")
+    short = EXPERIMENT.replace("steps: 30", "steps: 4").replace("warmup_steps: 20", "warmup_steps: 1")
     file.write_text(short.replace("every_steps: 20", "every_steps: 4") + SEARCH)
     found = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     options = ("--local", "--devices", "1", "device=cpu", "data.workers=0")

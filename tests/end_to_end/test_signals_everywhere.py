@@ -28,6 +28,7 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.quiet import QuietRuns
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(2)]
@@ -56,13 +57,12 @@ def wait_for_event(paths: RunPaths, name: str, process: subprocess.Popen[str]) -
 
 
 @pytest.mark.parametrize(
-    ("model", "event"),
+    ("model", "event", "number"),
     [
-        (f"parts:slow_build, args: {{seconds: {LONG_S}}}", "joined"),
-        (f"parts:slow_once, args: {{seconds: {LONG_S}}}", "loaded"),
+        (f"parts:slow_build, args: {{seconds: {LONG_S}}}", "joined", signal.SIGTERM),
+        (f"parts:slow_once, args: {{seconds: {LONG_S}}}", "loaded", signal.SIGUSR2),
     ],
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
     model: str, event: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -90,6 +90,7 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
 @pytest.mark.fault(55)
 def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(tmp_path: Path) -> None:
     text = EXPERIMENT.replace(NET, 'model: {name: "tests.end_to_end.parts:layered"}\ncompile: true')
+    text = text.replace("steps: 30", "steps: 3").replace("warmup_steps: 20", "warmup_steps: 1")
     with held_compiler(tmp_path) as (compiler, is_called):
         process, paths = begin(tmp_path, text, CXX=str(compiler))
         wait_for(lambda: is_called() or process.poll() is not None, "a rank that compiles")
@@ -104,19 +105,25 @@ def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(tmp_p
     assert process.returncode == 75
     record = read_record(paths.attempt(1))
     assert record is not None and record.exit_codes == [75, 75] and "first_step" not in record.events
-    assert hpc_train("resume", paths.folder).code == 0
+    assert hpc_train("resume", paths.folder, "--local", "--devices", "1").code == 0
     assert status(paths)["state"] == "completed"
 
 
-@pytest.mark.parametrize("where", ["training", "evaluation"])
-def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(where: str, tmp_path: Path) -> None:
-    held, in_evaluation = tmp_path / "held", where == "evaluation"
-    sample = 7 if in_evaluation else POISON
+def waiting(held: Path, sample: int, *, in_evaluation: bool) -> str:
+    """Return a file of digits one of which nobody can read while ``held`` exists."""
     args = f"{{held: {sample}, path: {held}, in_evaluation: {str(in_evaluation).lower()}}}"
     data = f'data: {{name: "tests.end_to_end.parts:waiting", workers: 1, args: {args}}}'
     lines = [data if line.startswith("data:") else line for line in EXPERIMENT.splitlines()]
     text = "\n".join([*lines, ""]).replace("every_steps: 7", "every_steps: 1000")
-    text = text.replace("steps: 60", "steps: 30").replace("every_steps: 20", "every_steps: 10")
+    return text.replace("every_steps: 20", "every_steps: 10")
+
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(
+    where: str, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    held, in_evaluation = tmp_path / "held", where == "evaluation"
+    text = waiting(held, 7 if in_evaluation else POISON, in_evaluation=in_evaluation)
     held.touch()
     process, paths = begin(tmp_path, text)
     tried = held.with_suffix(".tried")
@@ -129,7 +136,5 @@ def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(where: 
     assert not any(row["split"] == "val" for row in rows(paths) if in_evaluation)
     held.unlink()
     assert hpc_train("resume", paths.folder).code == 0
-    quiet = {"HPC_TRAIN_RUNS": str(tmp_path / "quiet" / "runs")}
-    done = hpc_train("submit", tmp_path / "exp.yaml", *LOCAL, **quiet)
-    assert done.code == 0, done.err
-    assert_equal_to_the_bit(only_run(tmp_path / "quiet"), paths)
+    quiet = quiet_runs.of(text=waiting(Path("/nonexistent"), 0, in_evaluation=False))
+    assert_equal_to_the_bit(quiet, paths)

@@ -24,13 +24,17 @@ from tests.quiet import QuietRuns
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(69)]
 
-#: After the warm-up of the rule one step, number 98, has the digit.
+#: Soon after the warm-up of the rule, 64 steps, one has the digit. At this rate losses have no trend yet that
+#: would hide it.
+STEP = 68
 TEXT = (
     EXPERIMENT.replace(
         '"tests.end_to_end.parts:net"', '"tests.end_to_end.parts:poisoned", args: {factor: -100.0}'
     )
     .replace(", augment: {hflip: 0.5, crop_padding: 2}", "")
-    .replace("steps: 60", "steps: 110")
+    .replace("steps: 30", "steps: 72")
+    .replace("seed: 3", "seed: 48")
+    .replace("lr: 0.003", "lr: 0.0002")
 )
 
 
@@ -42,7 +46,7 @@ def test_a_spike_is_reported_with_its_samples_and_changes_nothing(quiet_runs: Qu
     run, plain = quiet_runs.of("optimization.on_spike=report", text=TEXT), quiet_runs.of(text=TEXT)
     assert_equal_to_the_bit(run, plain)
     found = [spike for spike in spikes(run) if POISON in spike.samples]
-    assert [spike.reaction for spike in found][-1:] == ["report"] and found[-1].step == 98
+    assert [spike.reaction for spike in found][-1:] == ["report"] and found[-1].step == STEP
     assert len(found[-1].samples) == found[-1].num_samples == 48
     (row,) = (row for row in rows(run, "train") if row["step"] == found[-1].step)
     assert row["loss"] == pytest.approx(found[-1].loss) and row["loss"] > (found[-1].loss_limit or 0.0)
@@ -51,14 +55,14 @@ def test_a_spike_is_reported_with_its_samples_and_changes_nothing(quiet_runs: Qu
     assert f"step {found[-1].step}: loss " in shown and "hpc-train replay" in shown
 
 
-@pytest.mark.parametrize("policy", ["report", "skip", "rollback"])
+@pytest.mark.parametrize("policy", [pytest.param("report", marks=pytest.mark.soak), "skip", "rollback"])
 def test_a_stopped_run_resumes_bitwise_past_spikes(
     policy: str, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     """The window of earlier losses is the same, wherever the run was saved and interrupted."""
     key, devices = f"optimization.on_spike={policy}", ("--local", "--devices", "2")
     quiet = quiet_runs.of(key, text=TEXT)
-    with Hold(tmp_path, 80) as hold:
+    with Hold(tmp_path, 60) as hold:
         runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
         process = start("submit", write_experiment(tmp_path, TEXT), key, hold.override, *devices, **runs)
         hold.wait(process)

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-import pytest
 from torch import nn
 
 from hpc_train.training.models.names import list_names
@@ -23,14 +18,3 @@ def test_names_hold_models_and_data_sets_that_tasks_take() -> None:
 def test_synchronised_batchnorm_counts_and_instance_norm_does_not() -> None:
     assert has_batchnorm(nn.Sequential(nn.SyncBatchNorm(2)))
     assert not has_batchnorm(nn.Sequential(nn.InstanceNorm2d(2), nn.GroupNorm(1, 2)))
-
-
-@pytest.mark.slow
-def test_the_module_prints_one_json_object() -> None:
-    command = [sys.executable, "-m", "hpc_train.training.models.names"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    keys = {"timm", "torchvision", "smp", "smp_encoders", "datasets", "timm_optimizers"}
-    names = json.loads(done.stdout)
-    arguments = {name for name in names if name.startswith("timm_optimizers/")}
-    assert names.keys() - arguments == keys
-    assert "betas" in names["timm_optimizers/lion"] and "momentum" not in names["timm_optimizers/lion"]

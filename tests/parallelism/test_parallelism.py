@@ -59,7 +59,7 @@ def assert_equal_plain_pytorch(comparison: Comparison, cases: Sequence[Case]) ->
     assert not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize(("ranks", "count", "compiled"), [(2, 8, 1), (3, 1, 0), (4, 3, 0)])
+@pytest.mark.parametrize(("ranks", "count", "compiled"), [(2, 6, 1), (3, 1, 0), (4, 2, 0)])
 def test_a_sample_equals_plain_pytorch(comparison: Comparison, ranks: int, count: int, compiled: int) -> None:
     assert_equal_plain_pytorch(comparison, sample(ranks, count, SEED, compiled))
 

@@ -13,6 +13,7 @@ from tests.parallelism import task_data, task_training
 from tests.parallelism.groups import Groups
 from tests.parallelism.task_cases import CASES, DETECTOR, Cell, TaskCase
 from tests.parallelism.task_training import Trained, difference
+from tests.parallelism.test_parallelism import RUNS_ALL
 
 _LIBRARIES = {"hf/": "transformers", "detection": "pycocotools"}
 
@@ -34,17 +35,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", (*CASES, DETECTOR), ids=lambda case: case.title)
 def test_twenty_steps_and_evaluations_equal_plain_pytorch(case: TaskCase, groups: Groups, root: Path) -> None:
-    """Training on one and two ranks, evaluation on one, two and three. The report has all strategies."""
+    """Training on two ranks, evaluation on one and three; with one and two ranks more in ``make test-full``,
+    whose report has all strategies.
+    """
     for start, library in _LIBRARIES.items():
         if start in (case.task, str(case.model["name"])[:3]) and not importlib.util.find_spec(library):
             pytest.skip(f"needs {library}")
     precision = "fp32" if case.is_large else "fp64"
     (expected,) = groups.run(1, task_training.plain, case.title, precision, root)
-    for strategy, ranks in (("ddp", 1), ("ddp", 2), *([("fsdp", 2)] if case is DETECTOR else [])):
+    more = [("ddp", 1)] if RUNS_ALL else []
+    for strategy, ranks in (*more, ("ddp", 2), *([("fsdp", 2)] if case is DETECTOR else [])):
         cell = Cell(case, strategy, precision, ranks)
         trained: list[Trained] = groups.run(ranks, task_training.train, case.title, strategy, precision, root)
         apart = difference(cell, trained, expected)
         assert apart.is_within, f"{cell}: {apart}"
     (alone,) = groups.run(1, task_training.evaluated, case.title, precision, root)
-    for ranks in (2, 3):
+    for ranks in (2, 3) if RUNS_ALL else (3,):
         assert groups.run(ranks, task_training.evaluated, case.title, precision, root) == [alone] * ranks

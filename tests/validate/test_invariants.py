@@ -7,9 +7,10 @@ such call in the package has a row in ``SHARED``.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,9 +393,10 @@ def test_file_check_and_ranks_report_the_same_words(
     assert str(caught.value).replace(*shared.unnamed) == file
 
 
-def functions(file: Path) -> Iterator[ast.FunctionDef]:
+@functools.cache
+def functions(file: Path) -> tuple[ast.FunctionDef, ...]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def called_in(function: ast.FunctionDef) -> set[str]:
