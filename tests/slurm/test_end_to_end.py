@@ -185,7 +185,7 @@ class Disturbed:
         (
             "fsdp",
             "cluster_without_accounting",
-            (Disturbed.is_preempted, Disturbed.reaches_the_time_limit, Disturbed.loses_a_node),
+            (Disturbed.is_preempted, Disturbed.loses_a_node),
         ),
     ],
     ids=["ddp with accounting", "fsdp without accounting"],
