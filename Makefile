@@ -98,7 +98,7 @@ bisect-faults: install ## FAULTS=1-60: runs with a seeded random fault each, whi
 
 verify-faults: install ## FAULTS=1-60: the same on a node of a real Slurm, for verify_every_steps to find: about half an hour
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
-	@$(BIN)/python -m tests.end_to_end.random_faults --on-slurm --seeds $(FAULTS)
+	@$(BIN)/python -m tests.end_to_end.node_faults --seeds $(FAULTS)
 
 answers: install ## 10,000 seeded sequences of damaged answers of Slurm's programs: about 10 minutes on 2 cores
 	@HPC_TRAIN_TEST_ANSWERS=10000 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) tests/launchers/slurm/test_damaged_answers.py

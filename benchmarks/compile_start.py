@@ -57,6 +57,8 @@ COLD, WARM = "cold: the run's first attempt", "warm: the next attempt"
 _BLOCKS, _BLOCKS_QUICK = {"blocks": 12, "model": 4}, {"blocks": 1}
 #: By device. On a CPU reduce-overhead is default.
 MODES = {"cpu": ("default", "max-autotune"), "cuda": ("default", "reduce-overhead", "max-autotune")}
+#: Device → the title of its table of modes.
+MODES_TITLE = {"cpu": "Modes of torch.compile", "cuda": "Modes of torch.compile on one GPU"}
 #: Model, number of blocks and batch size by device.
 _TRIALS = {"cpu": ("vit_tiny_patch16_224", 4, 2), "cuda": ("vit_small_patch16_224", 12, 128)}
 #: Steps after the first one, of which the median counts.
@@ -100,7 +102,7 @@ def _report_cuda_modes(arguments: argparse.Namespace) -> None:
     here = conditions(["timm", "triton"], device=torch.cuda.get_device_name())
     rows = _cuda_modes(1 if arguments.quick else _TRIALS["cuda"][1])
     remark = "Once; all compiled at the same time, later steps one program at a time"
-    found = table("Modes of torch.compile on one GPU", "seconds", rows, remark=remark)
+    found = table(MODES_TITLE["cuda"], "seconds", rows, remark=remark)
     report("compile_start", arguments, here, tables=[found], results=arguments.results)
 
 
@@ -122,19 +124,19 @@ def _arms(scope: str, num_blocks: int, cache: Path) -> dict[str, Callable[[], fl
 def _modes(num_blocks: int) -> dict[str, Any]:
     """Return the table of modes, each in an empty cache."""
     rows = {}
-    for scope, mode in _settings("cpu"):
+    for scope, mode in settings("cpu"):
         with tempfile.TemporaryDirectory() as cache:
             first_s, step_s = _times(scope, num_blocks, Path(cache), mode)
-        rows[_title(scope, mode)] = {"first step": first_s, "step": step_s}
-    return table("Modes of torch.compile", "seconds", rows)
+        rows[row_title(scope, mode)] = {"first step": first_s, "step": step_s}
+    return table(MODES_TITLE["cpu"], "seconds", rows)
 
 
-def _settings(device: str) -> list[tuple[str, str]]:
-    """Return scopes and modes."""
+def settings(device: str) -> list[tuple[str, str]]:
+    """Return scopes and modes, eager first."""
     return [("eager", "default"), *((scope, mode) for scope in TITLES for mode in MODES[device])]
 
 
-def _title(scope: str, mode: str) -> str:
+def row_title(scope: str, mode: str) -> str:
     return scope if scope == "eager" else f"{{scope: {scope}, mode: {mode}}}"
 
 
@@ -144,10 +146,10 @@ def _cuda_modes(num_blocks: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         turn = ["--device", "cuda", "--turn", str(Path(folder) / "turn")]
         started = {}
-        for number, (scope, mode) in enumerate(_settings("cuda")):
+        for number, (scope, mode) in enumerate(settings("cuda")):
             variables = environment(None) | _caches(Path(folder) / str(number))
             command = [*_child(scope, num_blocks, mode), *turn]
-            started[_title(scope, mode)] = subprocess.Popen(
+            started[row_title(scope, mode)] = subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True
             )
         for title, process in started.items():

@@ -22,9 +22,10 @@ from hpc_train.cli.report import Page
 from hpc_train.cli.reproduce import Reproduced
 from hpc_train.cli.run_row import Runs
 from hpc_train.cli.sync import Synchronization
-from hpc_train.cli.validate import Preparation, Validation
+from hpc_train.cli.validate import Validation
 from hpc_train.cli.verify import Verification
 from hpc_train.report.replayed_steps import Replay
+from hpc_train.training.prepare import Prepared
 
 #: Command with its options → the type of what it prints.
 SHAPES: dict[str, Any] = {
@@ -55,5 +56,5 @@ SHAPES: dict[str, Any] = {
     "report": Page,
     "init": FirstFileJson,
     "init --from list": Recipes,
-    "prepare": Preparation,
+    "prepare": Prepared,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -33,7 +33,9 @@ def page() -> str:
     commands: dict[Any, list[str]] = {}
     for command, shape in SHAPES.items():
         commands.setdefault(shape, []).append(f"`{command}`")
-    parts = [f"## {', '.join(names)}\n\n{_section(shape)}" for shape, names in commands.items()]
+    parts = [
+        f"## {', '.join(names)}\n\n{_section(shape, {'version': int})}" for shape, names in commands.items()
+    ]
     nested = dict.fromkeys(each for shape in commands for each in _below(shape))
     parts += ["## Objects in these\n", *(f"### {_title(each)}\n\n{_section(each)}" for each in nested)]
     return "\n".join([HEAD, *parts])
@@ -62,11 +64,11 @@ def _title(kind: Any) -> str:
     return {"RunRow": "Run", "Left": "Budget"}.get(kind.__name__, str(kind.__name__).removesuffix("Json"))
 
 
-def _section(shape: Any) -> str:
+def _section(shape: Any, first: Mapping[str, Any] | None = None) -> str:
+    """Return the table of an object's fields; ``first``: those that ``put_json`` adds."""
     said = comments(shape)
-    rows = [
-        f"| `{name}` | {words(hint)} | {said.get(name, '')} |" for name, hint in get_type_hints(shape).items()
-    ]
+    hints = {**(first or {}), **get_type_hints(shape)}
+    rows = [f"| `{name}` | {words(hint)} | {said.get(name, '')} |" for name, hint in hints.items()]
     head = "| field | value | meaning |\n| --- | --- | --- |"
     return "\n".join([f"{_plain(inspect.getdoc(shape) or '')}\n", head, *rows, ""])
 

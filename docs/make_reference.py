@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_train.experiment.config.explanations import wanted
 from hpc_train.experiment.config.keys import Node, as_mapping, json_schema, members
+from hpc_train.experiment.config.remedies import wanted
 
 PAGE = Path(__file__).with_name("reference_file.md")
 BEGIN = "<!-- keys: written by docs/make_reference.py -->\n"

@@ -68,8 +68,8 @@ def _as_line(text: str) -> str:
 
 
 def put_json(data: Mapping[str, object]) -> None:
-    """Print ``data`` to stdout; non-ASCII characters are escaped."""
-    print(json.dumps(data, indent=1, allow_nan=False), flush=True)
+    """Print the JSON version and ``data`` to stdout; non-ASCII characters are escaped."""
+    print(json.dumps({"version": JSON_VERSION, **data}, indent=1, allow_nan=False), flush=True)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -42,13 +42,6 @@ _NOUNS = {
 
 #: Built-in parts of the kinds that need no description without torch.
 _BUILT_IN: dict[str, dict[str, str]] = {
-    "models": {
-        "timm": "hpc_train.training.models.timm:build",
-        "torchvision": "hpc_train.training.models.torchvision:build",
-        "gpt": "hpc_train.training.models.gpt:build",
-        "hf": "hpc_train.training.models.huggingface:build",
-        "smp": "hpc_train.training.models.segmentation_models:build",
-    },
     "loggers": {
         "wandb": "hpc_train.loggers.process_logger:WandbLogger",
         "tensorboard": "hpc_train.loggers.tensorboard:TensorboardLogger",
@@ -65,6 +58,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 #: The tables of the other kinds: one row per part, with its torch-free description and its
 #: ``implementation``. The tables import this module, so it names them instead of importing them.
 _TABLES = {
+    "models": "hpc_train.experiment.data_facts.built_in:MODELS",
     "datasets": "hpc_train.experiment.data_facts.built_in:DATA_SETS",
     "tasks": "hpc_train.experiment.data_facts.built_in:TASKS",
     "strategies": "hpc_train.experiment.topology.strategy_traits:BUILT_IN",
@@ -124,13 +118,6 @@ def split_name(name: str) -> tuple[str, str]:
 def is_factory(name: str) -> bool:
     """Return True if a name of the file is ``package.module:factory`` rather than a provider's."""
     return ":" in name
-
-
-def as_factory(name: str) -> str | None:
-    """Return ``models.net:build`` for ``models/net.py:build``; None if no path is before a colon."""
-    path, colon, attr = name.partition(":")
-    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
-    return f"{module}:{attr}" if colon and module != path else None
 
 
 def lacking_module(module: str) -> str:

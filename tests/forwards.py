@@ -7,10 +7,55 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hpc_train.experiment.config.training_sections import CompileConfig, OptimizerConfig
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.optimization import Optimization
+from hpc_train.training.distributed.device import choose_precision
+from hpc_train.training.forward import TrainingForward
+from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.training.tasks.base import Task
+from hpc_train.training.train_state import TrainState
+
+_CPU = torch.device("cpu")
+
+
+def training_forward(task: Task, **keys: Any) -> TrainingForward:
+    """Return the forward of training on the CPU, plain but for ``keys``, which are its fields."""
+    plain = {
+        "seed": 0,
+        "device": _CPU,
+        "compile": CompileConfig(),
+        "context": nullcontext,
+        "to_device": lambda batch: batch,
+        "scale": lambda loss: loss,
+    }
+    return TrainingForward(task=task, **plain | keys)
+
+
+def make_train_state(
+    strategy: Any,
+    model: nn.Module,
+    blocks: list[nn.Module],
+    optimizer: OptimizerConfig,
+    samples: int,
+    precision: str = "fp64",
+) -> TrainState:
+    """Place the model and return all that a step changes; the learning rate is constant."""
+    wrapped = strategy.place(model, blocks)
+    made = make_optimizer(optimizer, strategy.optimized(), samples)
+    optimization = Optimization(made, lambda step: 1.0, choose_precision(precision, _CPU), _CPU)
+    return TrainState(strategy.model, wrapped, strategy, optimization)
+
+
+def dealt(make: Callable[[int, float], Batch], micro_batches: int, rank: int, ranks: int) -> list[Batch]:
+    """Return a data-parallel rank's micro-batches of a step; a spare slot repeats one with weight zero.
+
+    ``make`` is called with a micro-batch's number and weight.
+    """
+    own = [make(number, 1 / micro_batches) for number in range(rank, micro_batches, ranks)]
+    return own + [make(rank, 0.0)] * (-(-micro_batches // ranks) - len(own))
 
 
 @dataclass(frozen=True)

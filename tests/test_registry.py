@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.registry import _NOUNS, as_factory, load, parts
+from hpc_train.experiment.config.synonyms import as_factory
+from hpc_train.registry import _NOUNS, load, parts
 
 
 @pytest.fixture

@@ -58,6 +58,6 @@ def environment(folder: Path) -> Path:
 
 
 def install(wheel: Path, programs: Path) -> None:
-    """Install a wheel alone, from no index."""
+    """Install a wheel alone, from no index; commands compile the few modules that they import."""
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "--disable-pip-version-check"]
-    run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], programs)
+    run([*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)], programs)

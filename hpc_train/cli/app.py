@@ -59,3 +59,5 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # while modules were being imported
         sys.exit(ExitCode.INTERRUPTED)
+    finally:
+        gc.freeze()  # at its exit, Python would look through all objects for garbage, several times

@@ -19,7 +19,7 @@ from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.replay import Stretch, number_of_ranks, report_begin, run_stretch
 from hpc_train.cli.replay_options import BisectOptions
 from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
-from hpc_train.console import JSON_VERSION, put, put_json
+from hpc_train.console import put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.plan.input_files import other_inputs
 from hpc_train.report import parted_steps
@@ -42,7 +42,6 @@ _FEW_TRACED = 6
 class Bisection(TypedDict):
     """The first difference of two runs, or of a run and its replay."""
 
-    version: int
     #: The ids of the runs, and their paths.
     ids: list[str]
     paths: list[str]
@@ -140,7 +139,6 @@ class _Search:
         machines = [run.machine() for run in runs]
         inputs = [run.files.facts.get("inputs") or {} for run in runs]
         facts = {
-            "version": JSON_VERSION,
             "ids": [run.paths.folder.name for run in runs],
             "paths": [str(run.paths.folder) for run in runs],
             "difference": difference([run.paths for run in runs]) if len(runs) == 2 else None,

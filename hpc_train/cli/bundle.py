@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 from hpc_train.cli.changes import key_of
 from hpc_train.cli.evaluate import newest_experiment, one_run
 from hpc_train.cli.replay_options import BundleOptions
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, listed
 from hpc_train.experiment.config.keys import JOB
 from hpc_train.experiment.config.schema import EnvironmentConfig, Experiment, LoggingConfig
@@ -50,7 +50,6 @@ _MIN_SECRET = 8
 class Bundled(TypedDict):
     """The file that was written."""
 
-    version: int
     #: The run's.
     id: str
     path: str
@@ -86,7 +85,6 @@ def bundle(options: BundleOptions) -> ExitCode:
         content = bundle_archive.write(options.output, packed.facts, packed.files, packed.executables)
     inputs = packed.facts.inputs
     answer = Bundled(
-        version=JSON_VERSION,
         id=paths.folder.name,
         path=str(paths.folder),
         file=str(options.output),

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from hpc_train.cli.command_options import CleanOptions, RemoveOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError, counted
 from hpc_train.launchers.base import Launcher
 from hpc_train.launchers.lookup import by_launcher
@@ -53,7 +53,6 @@ class CleanedRun(TypedDict):
 class Cleaning(TypedDict):
     """The removed files; none if the answer was no."""
 
-    version: int
     runs: list[CleanedRun]
     #: Snapshots of code that no run used.
     code: list[RemovedJson]
@@ -75,7 +74,6 @@ class RemovedRun(TypedDict):
 class Removal(TypedDict):
     """The runs that were removed; none if the answer was no."""
 
-    version: int
     runs: list[RemovedRun]
     code: list[RemovedJson]
     bytes: int
@@ -115,7 +113,6 @@ def clean(options: CleanOptions) -> ExitCode:
     if options.as_json:
         items = [*code, *(item for items_of_run in removed.values() for item in items_of_run)]
         cleaned = Cleaning(
-            version=JSON_VERSION,
             runs=[
                 {
                     "id": paths.folder.name,
@@ -277,9 +274,7 @@ def rm(options: RemoveOptions) -> ExitCode:
             siblings.folder.rmdir()
     if options.as_json:
         total = sum(run["bytes"] for run in facts) + sum(item.size_bytes for item in code)
-        put_json(
-            Removal(version=JSON_VERSION, runs=facts, code=[item.to_json() for item in code], bytes=total)
-        )
+        put_json(Removal(runs=facts, code=[item.to_json() for item in code], bytes=total))
     return ExitCode.DONE
 
 

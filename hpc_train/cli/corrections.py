@@ -24,7 +24,7 @@ from hpc_train.experiment.config.synonyms import (
     other_options,
     overrides_of,
 )
-from hpc_train.experiment.validate.other_files import why_not_yaml
+from hpc_train.experiment.validate.loading import why_not_yaml
 from hpc_train.registry import nearest
 from hpc_train.run.find import find_runs
 

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from hpc_train.cli.command_options import DoctorOptions, LauncherOptions, NotifyOptions
 from hpc_train.cli.preflight import LauncherChoice, submittable
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError, counted
 from hpc_train.experiment.config.problems import COMMAND_LINE, Problem
 from hpc_train.experiment.config.schema import Job
@@ -29,7 +29,6 @@ _LOCAL_ONLY = "runs can be started here with --local only"
 class Diagnosis(TypedDict):
     """Problems that would make runs fail."""
 
-    version: int
     #: How many findings there are by level.
     counts: dict[str, int]
     #: Errors first.
@@ -47,7 +46,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     if options.as_json:
         items = [finding.to_json() for finding in findings]
-        put_json({"version": JSON_VERSION, "counts": counts, "findings": items})
+        put_json({"counts": counts, "findings": items})
     else:
         put(*(line for finding in findings for line in _lines(finding)))
         put(f"{counted(counts[Level.ERROR], 'error')}, {counted(counts[Level.WARNING], 'warning')}")

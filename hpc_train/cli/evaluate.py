@@ -24,7 +24,7 @@ from hpc_train.cli.command_line import exit_code_of
 from hpc_train.cli.command_options import EvaluateOptions, ExportOptions, PredictOptions, RanksOptions
 from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
+from hpc_train.console import csv_line, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.experiment.config.schema import Experiment, Job, as_training
 from hpc_train.experiment.data_facts.built_in import TASKS
@@ -53,7 +53,6 @@ _SHOWN = 5
 class Evaluation(TypedDict):
     """One evaluation of a checkpoint."""
 
-    version: int
     id: str
     path: str
     #: Like a ``val`` row of ``metrics.jsonl``.
@@ -76,7 +75,7 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
         evaluation_jobs.note_row(run, row)
         say(f"{run_name(run)}: recorded as the evaluation of step {row['step']}, whose job has left no row")
     if options.as_json:
-        put_json(Evaluation(version=JSON_VERSION, id=run.folder.name, path=str(run.folder), row=row))
+        put_json(Evaluation(id=run.folder.name, path=str(run.folder), row=row))
     else:
         put(f"{run_name(run)}  step {row['step']}  {in_words(row)}")
     return ExitCode.DONE
@@ -196,7 +195,6 @@ def evaluate_in_job(run: str, step: str) -> ExitCode:
 class Predictions(TypedDict):
     """The file that was written."""
 
-    version: int
     #: The run's.
     id: str
     file: str
@@ -236,7 +234,6 @@ def predict(options: PredictOptions) -> ExitCode:
     if options.as_json:
         put_json(
             Predictions(
-                version=JSON_VERSION,
                 id=Path(evaluated["run"]).name,
                 file=str(output),
                 format=output.suffix[1:],
@@ -333,7 +330,6 @@ def _parts(name: str, values: list[Any] | dict[str, Any]) -> dict[str, Any]:
 class Export(TypedDict):
     """The file that was written."""
 
-    version: int
     #: The run's.
     id: str
     file: str
@@ -367,7 +363,6 @@ def export(options: ExportOptions) -> int:
     exit_code, report = child_report(*request)
     if exit_code == ExitCode.DONE:
         written = Export(
-            version=JSON_VERSION,
             id=paths.folder.name,
             file=str(output),
             bytes=output.stat().st_size,

@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 from hpc_train.cli import first_file
 from hpc_train.cli.command_options import InitOptions
 from hpc_train.cli.first_file import CHANGE, DOCS, commented, quoted
-from hpc_train.console import JSON_VERSION, columns, one_line, put, put_json, say
+from hpc_train.console import columns, one_line, put, put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
 from hpc_train.experiment.data_facts.survey.content import Survey
 from hpc_train.experiment.data_facts.survey.looking import survey
@@ -42,7 +42,6 @@ _OWN_MODULE = re.compile(r"\bexamples\.(\w+):")
 class FirstFileJson(TypedDict):
     """The experiment file that was written."""
 
-    version: int
     file: str
     #: All files that were written: of a recipe its modules, too.
     files: list[str]
@@ -66,7 +65,6 @@ class RecipeJson(TypedDict):
 class Recipes(TypedDict):
     """The recipes of ``--from``."""
 
-    version: int
     recipes: list[RecipeJson]
 
 
@@ -114,7 +112,6 @@ def init(options: InitOptions) -> ExitCode:
     say(*lines)
     if options.as_json:
         written = FirstFileJson(
-            version=JSON_VERSION,
             file=str(output),
             files=list(map(str, files)),
             for_cluster=job is not None,
@@ -196,7 +193,7 @@ def _put_examples(*, as_json: bool) -> None:
     titles = {name: _title(path) for name, path in _examples().items()}
     if as_json:
         recipes = [RecipeJson(name=name, title=title) for name, title in titles.items()]
-        put_json(Recipes(version=JSON_VERSION, recipes=recipes))
+        put_json(Recipes(recipes=recipes))
     else:
         put(*columns(list(titles.items())))
 

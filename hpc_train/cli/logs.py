@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from hpc_train.cli.command_options import LogsOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.console import JSON_VERSION, columns, put_json, say
+from hpc_train.console import columns, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
@@ -43,7 +43,6 @@ class LogFile(TypedDict):
 class Log(TypedDict):
     """The lines that are printed without ``--json``, and where all logs of the run are."""
 
-    version: int
     #: The run's.
     id: str
     name: str
@@ -136,7 +135,6 @@ def _to_json(paths: RunPaths, log: Path, attempt: int | None, rank: int | None, 
         if file.is_file()
     ]
     return Log(
-        version=JSON_VERSION,
         id=paths.folder.name,
         name=paths.siblings.folder.name,
         path=str(paths.folder.absolute()),

@@ -14,27 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_train.errors import ExitCode, UsageError
+from hpc_train.errors import ExitCode
 from hpc_train.launchers.local import noted_signals
 from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
-from hpc_train.rank.env import count_gpus, gpu_names
+from hpc_train.rank.env import gpu_names
 from hpc_train.run.processes import die_with, exit_code, start_in_own_session
 from hpc_train.run.resource_limits import usable_cpus
 
 _POLL_S = 0.1
-
-
-def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
-    """Return the ranks of each run; ``device``: the file's. Raises UsageError if there are too few GPUs."""
-    num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
-    per_run = devices or max(1, num_gpus // jobs)
-    if num_gpus and per_run * jobs > num_gpus:
-        raise UsageError(
-            f"--jobs: {jobs} runs of {per_run} ranks need {per_run * jobs} GPUs, but this machine "
-            f"shows {num_gpus}; write --jobs {max(1, num_gpus // per_run)}, or fewer --devices"
-        )
-    return per_run
 
 
 def slot_environment(

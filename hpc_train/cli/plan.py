@@ -12,14 +12,13 @@ from hpc_train.cli import plan_cost, preflight
 from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_packs, say_remarks, with_found_sizes
 from hpc_train.cli.search import next_trials
-from hpc_train.console import JSON_VERSION, columns, put, put_json, say
+from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.plan.devices import Device, device_here
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.prediction import PARTS, StepPrediction, predict
 from hpc_train.experiment.plan.staged_file import described, load_stages
 from hpc_train.experiment.plan.sweep import describe
-from hpc_train.experiment.topology.degrees import in_words
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded, load
@@ -111,7 +110,6 @@ class PlanJson(TypedDict):
 class StagesJson(TypedDict):
     """The stages of a file with ``stages``."""
 
-    version: int
     #: In the order in which they run.
     stages: list[PlanJson]
 
@@ -134,8 +132,8 @@ class FullPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan --json``."""
-        runs = {"runs": _json_of_runs(self.plan.runs, self.memory), "scripts": list(self.scripts)}
-        return self.plan.to_json() | runs | self.queue.to_json() | self.cost.to_json(self.plan)
+        whole = _json_of(self.plan, self.scripts, self.memory)
+        return whole | self.queue.to_json() | self.cost.to_json(self.plan)
 
 
 @one_child()
@@ -144,9 +142,7 @@ def plan(options: PlanOptions) -> ExitCode:
     stages = load_stages(options.file, options.overrides)
     plans = [make_full_plan(options, loaded) for loaded in stages]
     if options.as_json and len(plans) > 1:
-        put_json(
-            StagesJson(version=JSON_VERSION, stages=[cast("PlanJson", full.to_json()) for full in plans])
-        )
+        put_json(StagesJson(stages=[cast("PlanJson", full.to_json()) for full in plans]))
     codes = []
     for full in plans:
         if full.loaded.stage is not None:
@@ -180,11 +176,10 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     """Plan the runs of the file, or of one of its stages; query the queue, predict cost and memory."""
     loaded = loaded or load(options.file, options.overrides)
     choice = LauncherChoice.of(options, starts=False)
-    launcher, devices = choice.launcher, options.devices
-    if devices is None:  # explicit devices need not exist here
-        devices = launcher.choose_devices(loaded.experiment, None)
-    search = next_trials(loaded)
-    planned = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
+    launcher, search = choice.launcher, next_trials(loaded)
+    chooses = options.devices is None  # else they may be missing here
+    trials = search.starts if search else None
+    planned = with_found_sizes(choice.plan(loaded, options.devices, trials, chooses=chooses))
     cost = plan_cost.cost_of(planned, choice.name, options.throughput)
     queue = preflight.QueueForecast()
 
@@ -215,9 +210,10 @@ def show(
 ) -> None:
     """Print the plan and its batch scripts. ``more_columns``: further heads and cells of the table."""
     if as_json:
-        put_json(plan.to_json() | {"runs": _json_of_runs(plan.runs, None), "scripts": list(scripts)})
+        put_json(_json_of(plan, scripts))
         return
-    put(*columns(_table(plan.runs, more_columns)))
+    rows = _table(plan.runs, more_columns)
+    put(*columns(rows))
     say(*dict.fromkeys(filter(None, map(_hint, plan.runs))))
     for script in scripts:
         put("", *script.rstrip("\n").split("\n"))
@@ -230,8 +226,8 @@ def _table(
     if not any(run.parallel for run in runs):  # programs have no steps that we know
         rows = [[run, ranks, hours] for run, ranks, *_, hours in rows]
     more = list(more_columns)
-    if any(run.parallel and len(traits_of(run.parallel.strategy).degrees) > 1 for run in runs):
-        more.append(("degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs]))
+    if any(run.has_degrees for run in runs):
+        more.append(("degrees", ["misfit" if run.degrees is None else str(run.degrees) for run in runs]))
     if any(run.stages for run in runs):
         more += [("stages", [_stages(run) for run in runs]), ("bubble", [_bubble(run) for run in runs])]
     if any(run.values for run in runs):
@@ -300,11 +296,16 @@ def _predictions(
     return predict(plan.runs, device_of)
 
 
-def _json_of_runs(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> list[dict[str, Any]]:
-    if steps is None:
-        keys = StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json()
-        return [run.to_json() | dict.fromkeys(keys) | {"memory_problem": _NOT_ASKED} for run in runs]
-    return [run.to_json() | step.to_json() for run, step in zip(runs, steps, strict=True)]
+def _json_of(
+    plan: Plan, scripts: Sequence[str], steps: Sequence[StepPrediction] | None = None
+) -> dict[str, Any]:
+    """Return the keys of ``plan --json`` on runs and scripts. ``steps``: the predictions, if any."""
+    keys = StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json()
+    unknown = dict.fromkeys(keys) | {"memory_problem": _NOT_ASKED}
+    parts = [unknown] * len(plan.runs) if steps is None else [step.to_json() for step in steps]
+    whole = plan.to_json()
+    runs = [run | part for run, part in zip(whole["runs"], parts, strict=True)]
+    return whole | {"runs": runs, "scripts": list(scripts)}
 
 
 def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> None:

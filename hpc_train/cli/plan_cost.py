@@ -68,12 +68,12 @@ class PlanCost:
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of all runs together."""
-        return _sum([None if run is None else run.gpu_hours for run in self.runs])
+        return budget_rules.total([None if run is None else run.gpu_hours for run in self.runs])
 
     @property
     def core_hours(self) -> float | None:
         """The sum over all runs; None if any run's value is unknown."""
-        return _sum([None if run is None else run.core_hours for run in self.runs])
+        return budget_rules.total([None if run is None else run.core_hours for run in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return head and cells of each column of ``plan``'s table; none if nothing is known."""
@@ -118,11 +118,9 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
     if not budget_rules.has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)
-    count = budget_rules.planned_runs(loaded.experiment, len(plan.runs))
     hours = [None if prediction is None else prediction.gpu_hours for prediction in cost.runs]
-    of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
-    problem = budget_rules.over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
-    problem = problem or budget_rules.over_share(loaded.experiment, hours, count)
+    of_attempts = [run.size.gpu_hours for run in plan.runs]
+    problem = budget_rules.exceeded(loaded.experiment, hours, of_attempts)
     return [] if problem is None else [loaded.source.render(problem)]
 
 
@@ -181,16 +179,6 @@ def _json(prediction: Prediction | None) -> dict[str, Any]:
     return values | {"measured_runs": [] if prediction is None else sorted(set(prediction.runs))}
 
 
-def _of_all(values: Sequence[float | None], count: int) -> float | None:
-    """Return the sum over ``count`` runs; a search has proposed only these so far."""
-    total = _sum(values)
-    return None if total is None or not values else total / len(values) * count
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    return None if any(value is None for value in values) else float(sum(filter(None, values)))
-
-
 #: Number of runs that are examined, the newest first: reading one takes a millisecond.
 _MAX_RUNS = 100
 _MAX_EXPERIMENTS = 50
@@ -236,13 +224,15 @@ def measured_runs(root: Path, experiment: Job, launcher: str | None = None) -> l
     They are those of the same experiment or, if there are none, of others. Runs whose newest attempt another
     ``launcher`` started do not count, since a login node does not predict the GPUs of a cluster.
     """
-    wanted = _work_of(experiment)
-    same_name = root / experiment.name
-    if same_experiment := list(_measured(_newest(same_name), wanted, launcher)):
-        return same_experiment
-    others = [folder for folder in folders_in(root) if folder != same_name]
-    runs = [run for folder in others[:_MAX_EXPERIMENTS] for run in _newest(folder)]
-    return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
+    wanted, folders = _work_of(experiment), folders_in(root)
+
+    def below(parents: Sequence[Path]) -> list[MeasuredRun]:
+        runs = [run for folder in parents for run in _newest(folder)]
+        return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
+
+    same_name = [folder for folder in folders if folder.name == experiment.name]
+    others = [folder for folder in folders if folder.name != experiment.name]
+    return below(same_name) or below(others[:_MAX_EXPERIMENTS])
 
 
 def same_work(experiment: Job) -> str:

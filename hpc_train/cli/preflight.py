@@ -7,6 +7,7 @@ forecast: jobs that would never start, and start times, for a launcher that is a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from hpc_train.launchers import base, following, lookup
 from hpc_train.launchers.base import JobForecast, Launcher, StartRequest, UsesNodes
 from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
+from hpc_train.rank.env import count_gpus
 from hpc_train.run import weight_source
 from hpc_train.run.code.code_files import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
@@ -64,15 +66,42 @@ class LauncherChoice:
         return cls(name, launcher, on_this_machine)
 
     def plan(
-        self, loaded: Loaded, devices: int | None, trials: Sequence[Mapping[str, Any]] | None = None
+        self,
+        loaded: Loaded,
+        devices: int | None,
+        trials: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chooses: bool = False,
+        jobs: int = 1,
     ) -> Plan:
-        """Return the plan of the file for this launcher. ``trials``: the values that a search proposes."""
-        return make_plan(
+        """Return the plan of the file for this launcher. ``trials``: the values that a search proposes.
+
+        ``chooses``: ``devices`` are the command line's, and the launcher chooses those that this machine has
+        for each of ``jobs`` runs at a time. Raises UsageError if there are too few.
+        """
+        if chooses and jobs > 1:
+            devices = devices_per_run(devices, jobs, loaded.experiment.device)
+        if chooses:
+            devices = self.launcher.choose_devices(loaded.experiment, devices)
+        plan = make_plan(
             loaded,
             lambda experiment: self.launcher.ranks(experiment, devices),
             on_this_machine=self.on_this_machine,
             trials=trials,
         )
+        return replace(plan, devices=devices)
+
+
+def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
+    """Return the ranks of each run; ``device``: the file's. Raises UsageError if there are too few GPUs."""
+    num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
+    per_run = devices or max(1, num_gpus // jobs)
+    if num_gpus and per_run * jobs > num_gpus:
+        raise UsageError(
+            f"--jobs: {jobs} runs of {per_run} ranks need {per_run * jobs} GPUs, but this machine "
+            f"shows {num_gpus}; write --jobs {max(1, num_gpus // per_run)}, or fewer --devices"
+        )
+    return per_run
 
 
 def allocation_of(options: LauncherOptions) -> str:
@@ -123,8 +152,7 @@ class Candidate(NamedTuple):
 
     experiment: Job
     ranks: Ranks
-    #: The size that ``micro_batch_size: auto`` found in an earlier attempt.
-    micro_batch_size: int | None
+    paths: RunPaths
 
 
 class Checked(NamedTuple):
@@ -158,10 +186,10 @@ class Preflight:
         lacking = [loaded.problem(*problem) for problem in self._launcher.problems(loaded.experiment)]
         is_unknown = bool(lacking) and not self._needs_launcher
         requests = _requests(loaded, plan.name, plan.runs)
-        candidates = []
-        for run, request in zip(plan.runs, requests, strict=True):
-            size = kept_size(request.paths) if run.micro_batches is None else None
-            candidates.append(Candidate(run.experiment, Ranks() if is_unknown else run.size, size))
+        candidates = [
+            Candidate(run.experiment, Ranks() if is_unknown else run.size, request.paths)
+            for run, request in zip(plan.runs, requests, strict=True)
+        ]
         problems = self._problems(loaded, candidates, lacking_parts(loaded, plan), lacking)
         if problems or lacking:
             return Checked(problems, [], [])
@@ -183,8 +211,8 @@ class Preflight:
         job, workload = loaded.experiment, workload_of(loaded.experiment)
         lines = [
             loaded.source.render(problem)
-            for experiment, ranks, size in runs
-            for problem in workload.start_problems(experiment, ranks, size)
+            for experiment, ranks, paths in runs
+            for problem in workload.start_problems(experiment, ranks, paths)
         ]
         lines += [*missing, *(lacking if self._needs_launcher else ())]
         is_queued = is_usable and self._launcher.is_queue

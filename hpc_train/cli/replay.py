@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
 from hpc_train.cli.replay_options import ReplayOptions
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
 from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
@@ -25,7 +25,8 @@ from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
 from hpc_train.rank.env import count_gpus
 from hpc_train.report import parted_steps, replayed_steps
-from hpc_train.report.replayed_steps import NonFinite, Range, Replayed, ReplayedStep, StepNumbers
+from hpc_train.report.parted_steps import step_numbers
+from hpc_train.report.replayed_steps import MicroBatch, NonFinite, Range, Replayed, ReplayedStep
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
 from hpc_train.run.files import read_json, write_json
@@ -133,7 +134,6 @@ def replay(options: ReplayOptions) -> ExitCode:
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
         replays.append(_replayed(changes, lines, _NUMBERS[1:] if has_other_batches else _NUMBERS))
     answer = replayed_steps.Replay(
-        version=JSON_VERSION,
         id=paths.folder.name,
         path=str(paths.folder),
         checkpoint=stretch.begin,
@@ -323,38 +323,30 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequ
 
 def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compared: list[str]) -> ReplayedStep:
     head = of_ranks[0]
-    recorded = head["recorded"]
+    computed, recorded = (parted_steps.step_digest(head, key) for key in ("digest", "recorded"))
+    assert computed is not None, "a replay has the loss of each step"
     squares: dict[str, float] = {}
     for line in of_ranks:
         for module, square in line["squares"].items():
             squares[module] = squares.get(module, 0.0) + square
-    batches: dict[int, dict[str, Any]] = {}
-    for batch in (batch for line in of_ranks for batch in line["micro_batches"]):
-        # Ranks that share a copy of the model read the same micro-batches; one of them has the loss.
-        if batch["loss"] is not None or batch["number"] not in batches:
-            batches[batch["number"]] = batch
     return ReplayedStep(
         step=head["step"],
-        recorded=None if recorded is None else {**_numbers(recorded), "attempt": recorded["attempt"]},
+        recorded=None
+        if recorded is None
+        else {**step_numbers(recorded), "attempt": head["recorded"]["attempt"]},
         differs=differs,
         compared=compared,
         learning_rate=head["learning_rate"],
         micro_batches=[
-            replayed_steps.MicroBatch(
-                number=number,
-                loss=finite(batch["loss"]),
-                samples=batch["samples"],
-                files=batch["files"],
-                texts=batch.get("texts", []),
-            )
-            for number, batch in sorted(batches.items())
+            finite({key: batch.get(key, []) for key in MicroBatch.__annotations__})
+            for _, (_, batch) in sorted(parted_steps.micro_batches(of_ranks).items())
         ],
         grad_norms={
             module: finite(math.sqrt(square) if square >= 0 else square) for module, square in squares.items()
         },
         activations=_ranges([line.get("ranges", {}) for line in of_ranks]),
         non_finite=_first([line["non_finite"] for line in of_ranks]),
-        **_numbers(head["digest"]),
+        **step_numbers(computed),
     )
 
 
@@ -374,26 +366,11 @@ def _ranges(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Rang
     return merged
 
 
-def _numbers(digest: dict[str, Any]) -> StepNumbers:
-    return StepNumbers(
-        samples=digest["samples"], loss=finite(digest["loss"]), grad_norm=finite(digest["grad_norm"])
-    )
-
-
 def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
     """Return the first NaN or infinity: of the lowest micro-batch's forward, else of a backward."""
     non_finite = [place for place in places if place is not None]
     if not non_finite:
         return None
-    place = min(
-        non_finite,
-        key=lambda place: (place["micro_batch"] is None, place["micro_batch"] or 0),
-    )
-    return NonFinite(
-        where=place["where"],
-        micro_batch=place["micro_batch"],
-        module=place["module"],
-        type=place.get("class"),
-        before=place.get("before"),
-        has_finite_weights=place.get("has_finite_weights"),
-    )
+    place = min(non_finite, key=lambda place: (place["micro_batch"] is None, place["micro_batch"] or 0))
+    keys = {key: key for key in NonFinite.__annotations__} | {"type": "class"}
+    return cast("NonFinite", {key: place.get(recorded_as) for key, recorded_as in keys.items()})

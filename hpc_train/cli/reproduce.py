@@ -21,7 +21,7 @@ from hpc_train.cli.evaluate import newest_experiment
 from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
 from hpc_train.cli.replay_options import ReproduceOptions
 from hpc_train.cli.replayed_run import thread_variables
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, StorageError, UsageError, counted, listed
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import device_here
@@ -77,7 +77,6 @@ class Losses(TypedDict):
 class Reproduced(TypedDict):
     """The verification of a bundle."""
 
-    version: int
     file: str
     #: As ``bundle`` printed it.
     content: str
@@ -211,7 +210,6 @@ def _verified(
         *_environment(run, bundle, num_ranks, has_gpu=has_gpu),
     ]
     answer = Reproduced(
-        version=JSON_VERSION,
         file=str(options.file),
         content=bundle.content,
         id=facts.id,

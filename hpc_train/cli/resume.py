@@ -24,7 +24,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
 from hpc_train.registry import is_factory
-from hpc_train.run import attempts, create, found_micro_batch, frozen_experiment, stage_order, trust
+from hpc_train.run import attempts, create, frozen_experiment, stage_order, trust
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
@@ -361,7 +361,7 @@ def _prepare(
         problem = spent_budget(job, records(paths)) if is_limited else None
         return [] if problem is None else [loaded.source.render(problem)]
 
-    run = Candidate(job, launcher.ranks(job, devices), found_micro_batch.kept_size(paths))
+    run = Candidate(job, launcher.ranks(job, devices), paths)
     if problems := checks.of_resumed(loaded, run, budget=spent):
         raise BadFileError(problems)
     if DATA in create.inputs_differ(paths, job) and committed(paths):

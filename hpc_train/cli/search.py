@@ -11,13 +11,12 @@ from typing import Any
 
 from hpc_train.cli.command_options import SearchOptions, SubmitOptions
 from hpc_train.cli.preflight import LauncherChoice
-from hpc_train.cli.starting import has_saved, starts_again
+from hpc_train.cli.starting import finish_submissions, has_saved, starts_again
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.experiment.config.sweep_sections import SearchConfig
 from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
 from hpc_train.experiment.validate.loading import Loaded, load
-from hpc_train.launchers.base import Launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
@@ -51,7 +50,7 @@ def search(options: SearchOptions) -> ExitCode:
         round_ = search_round(loaded, section, started.contains)
         problem = started.problem(round_)
         if problem is None and not round_.starts and round_.running:
-            finish_submissions(launcher, loaded)
+            finish_submissions(launcher, experiment_folder(loaded))
             time.sleep(_POLL_S)
             continue
         if round_.proposals and round_.proposals == before:
@@ -154,14 +153,6 @@ def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Rou
     except UsageError:  # it has no run yet
         runs = []
     return next_round(search, trials_of(loaded, search, runs, is_due), loaded.experiment.sweep.is_excluded)
-
-
-def finish_submissions(launcher: Launcher, loaded: Loaded) -> None:
-    """Finish the incomplete submission of a command that died: such trials count as running."""
-    folder = experiment_folder(loaded)
-    if launcher.is_queue and folder.folder.is_dir():
-        with launcher.submitting(folder):
-            pass
 
 
 def experiment_folder(loaded: Loaded) -> ExperimentPaths:

@@ -14,13 +14,11 @@ from hpc_train.cli.run_row import RunRow, best_checkpoint, notes_in_words, rows_
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError
 from hpc_train.experiment.config.schema import Experiment, Job
-from hpc_train.experiment.plan.staged_file import StagedFile
-from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, statuses
-from hpc_train.paths import RunPaths, from_here
+from hpc_train.paths import ExperimentPaths, RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run import frozen_experiment, liveness, stage_order
@@ -151,6 +149,13 @@ def _chosen(paths: RunPaths) -> list[BestSoFar]:
         return []
     chosen = experiment.checkpoint.best or experiment.early_stopping
     return [] if chosen is None else [BestSoFar(chosen.metric, chosen.mode)]
+
+
+def finish_submissions(launcher: Launcher, folder: ExperimentPaths) -> None:
+    """Finish the incomplete submission of a command that died: such runs count as running."""
+    if launcher.is_queue and folder.folder.is_dir():
+        with launcher.submitting(folder):
+            pass
 
 
 def starts_again(paths: RunPaths, status: RunStatus) -> bool:
@@ -312,6 +317,9 @@ def _after_divergence(paths: RunPaths) -> list[str]:
 class Submission(Protocol):
     """The submission of one stage."""
 
+    #: Whether later stages may load the weights of its run.
+    has_weights: bool
+
     def create(self) -> RunPaths:
         """Create the run, unless it exists."""
 
@@ -320,20 +328,20 @@ class Submission(Protocol):
 
 
 def start_stages(
-    launcher: Launcher, file: StagedFile, count: int, submission: Callable[[int, Loaded], Submission]
+    launcher: Launcher, count: int, submission: Callable[[int, str | None, str | None], Submission]
 ) -> tuple[ExitCode, list[RunPaths]]:
     """Start the stages: in a queue each waits for the former one, elsewhere each is followed to its end.
 
     Elsewhere all runs are created before the first one starts. Stops at a stage that does not complete.
-    ``submission``: of the stage of this index. Return the worst exit code, and the runs.
+    ``submission``: of the stage of this index, with its ``Stage.after`` and ``weights``. Return the worst
+    exit code, and the runs.
     """
     runs: list[RunPaths] = []
     codes = [ExitCode.DONE]
     after = weights = None
     created: list[Submission] = []
     for index in range(count):
-        loaded = file.load(index, after, weights)  # with --new, a run has another id than planned
-        created.append(submission(index, loaded))
+        created.append(submission(index, after, weights))
         if launcher.is_queue:
             say(f"stage {index + 1} of {count}:")
             code, (paths,) = created[-1].start_all()
@@ -342,10 +350,12 @@ def start_stages(
             paths = created[-1].create()
         runs.append(paths)
         after = f"{paths.siblings.folder.name}/{paths.folder.name}"
-        weights = after if loaded.experiment.workload == "training" else weights
+        weights = after if created[-1].has_weights else weights
         if launcher.is_queue and not _leads_on(paths, is_queue=True, left=count - index - 1):
             return max(codes), runs
-    for index, paths in enumerate(runs if not launcher.is_queue else ()):
+    if launcher.is_queue:
+        return max(codes), runs
+    for index, paths in enumerate(runs):
         say(f"stage {index + 1} of {count}: {run_name(paths)}")
         if read_status(paths).state != CANCELLED or stage_order.has_begun(paths):
             codes.append(created[index].start_all()[0])

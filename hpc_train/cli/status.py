@@ -65,9 +65,9 @@ def status(options: StatusOptions) -> ExitCode:
     elif not rows:
         say("no run has failed")
     else:
-        paths = [row.paths for row in rows]
-        names = run_names(paths)
-        cells = [row.cells(names[run]) for run, row in zip(paths, rows, strict=True)]
+        names = run_names([paths for paths, _ in pairs])
+        by_path = {str(paths.folder.absolute()): name for paths, name in names.items()}
+        cells = [row.cells(by_path[row.path]) for row in rows]
         print_table(_HEADS, cells, _titles(rows) if options.sort is None else {})
     _say_how_to_resume(rows)
     if options.runs and len(rows) == 1:

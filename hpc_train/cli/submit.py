@@ -12,18 +12,18 @@ from hpc_train.cli import extending, plan_cost, run_row, starting
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
-from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
+from hpc_train.cli.parallel_runs import Slots, slot_environment
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, never_starting, say_before, to_submit
 from hpc_train.cli.resume import start_again
-from hpc_train.cli.search import GivenUp, finish_submissions, next_trials
+from hpc_train.cli.search import GivenUp, next_trials
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.staged_file import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
+from hpc_train.launchers.base import StartRequest, UsesNodes
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
@@ -59,29 +59,46 @@ def submit_runs(
         )
     launcher = choice.launcher
     file = StagedFile(options.file, [*options.overrides, *(["profile=true"] if options.profile else [])])
-    if file.has_stages:
-        return _start_stages(choice, file, options)
-    (loaded,) = file.load_all()
-    folder = ExperimentPaths(runs_root() / loaded.experiment.name)
+    if options.jobs > 1 and file.has_stages:
+        raise UsageError("--jobs: stages run one after the other; omit it")
+    stages = file.load_all()
+    first = stages[0]
+    folder = ExperimentPaths(runs_root() / first.experiment.name)
     if not options.dry_run and os.path.lexists(folder.folder):
         check_experiment_folder(folder)  # in a shared runs folder it may belong to another user and be closed
-    devices = _devices(launcher, loaded, options)
-    search = next_trials(loaded, given_up)
+    search = next_trials(first, given_up)  # stages have none
     if search is not None and not search.starts:
         if not options.dry_run:
-            finish_submissions(launcher, loaded)
+            starting.finish_submissions(launcher, folder)
         return ExitCode.DONE, []
-    plan = choice.plan(loaded, devices, search.starts if search else None)
-    checked = _preflight(choice, loaded, plan, options)
+    trials = search.starts if search else None
+    chooses = not (options.dry_run and options.devices is not None)  # else they may be missing here
+    plans = [
+        choice.plan(loaded, options.devices, trials, chooses=chooses, jobs=options.jobs) for loaded in stages
+    ]
+    checks = [_preflight(choice, *pair, options) for pair in zip(stages, plans, strict=True)]
+    problems = [line for checked in checks for line in checked.problems or checked.refused]
     if options.dry_run:
-        show(plan, as_json=options.as_json, scripts=checked.scripts)
-    if problems := checked.problems or checked.refused:
-        raise BadFileError(problems)
-    say_before(choice, loaded)
+        whole = Plan(plans[0].name, [run for plan in plans for run in plan.runs])
+        scripts = [script for checked in checks for script in checked.scripts]
+        show(whole, as_json=options.as_json, scripts=scripts)
+    if problems:
+        raise BadFileError(list(dict.fromkeys(problems)))
+    for loaded in stages:
+        say_before(choice, loaded)
     if options.dry_run:
         return ExitCode.DONE, []
+
     again = [trial.run_id for trial in search.again] if search else []
-    return _Submission(choice, loaded, plan, devices, options, again).start_all()
+    if not file.has_stages:
+        return _Submission(choice, first, plans[0], options, again).start_all()
+
+    def submission(index: int, after: str | None, weights: str | None) -> _Submission:
+        loaded = file.load(index, after, weights)  # with --new, a run has another id than planned
+        plan = choice.plan(loaded, plans[index].devices)
+        return _Submission(choice, loaded, plan, options, [])
+
+    return starting.start_stages(launcher, len(stages), submission)
 
 
 def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: SubmitOptions) -> Checked:
@@ -96,44 +113,6 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
     )
 
 
-def _start_stages(
-    choice: LauncherChoice, file: StagedFile, options: SubmitOptions
-) -> tuple[ExitCode, list[RunPaths]]:
-    """Check all stages of the file, then start them, one after the other."""
-    if options.jobs > 1:
-        raise UsageError("--jobs: stages run one after the other; omit it")
-    stages, launcher = file.load_all(), choice.launcher
-    devices = [_devices(launcher, loaded, options) for loaded in stages]
-    plans = [choice.plan(loaded, number) for loaded, number in zip(stages, devices, strict=True)]
-    checks = [_preflight(choice, *pair, options) for pair in zip(stages, plans, strict=True)]
-    if options.dry_run:
-        whole = Plan(plans[0].name, [run for plan in plans for run in plan.runs])
-        scripts = [script for checked in checks for script in checked.scripts]
-        show(whole, as_json=options.as_json, scripts=scripts)
-    if problems := [line for checked in checks for line in checked.problems or checked.refused]:
-        raise BadFileError(list(dict.fromkeys(problems)))
-    for loaded in stages:
-        say_before(choice, loaded)
-    if options.dry_run:
-        return ExitCode.DONE, []
-
-    def submission(index: int, loaded: Loaded) -> _Submission:
-        plan = choice.plan(loaded, devices[index])
-        return _Submission(choice, loaded, plan, devices[index], options, [])
-
-    return starting.start_stages(launcher, file, len(stages), submission)
-
-
-def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
-    """Return the number of ranks of each run on this machine; None if the launcher decides."""
-    devices = options.devices
-    if options.dry_run and devices is not None:
-        return devices
-    if options.jobs > 1:
-        devices = devices_per_run(devices, options.jobs, loaded.experiment.device)
-    return launcher.choose_devices(loaded.experiment, devices)
-
-
 class _Submission:
     """The runs of a plan: creates them, then starts them in batches as large as the launcher accepts."""
 
@@ -142,12 +121,12 @@ class _Submission:
         choice: LauncherChoice,
         loaded: Loaded,
         plan: Plan,
-        devices: int | None,
         options: SubmitOptions,
         again: Sequence[str],
     ) -> None:
         self._launcher, self._name, self._loaded, self._plan = choice.launcher, choice.name, loaded, plan
-        self._devices, self._options = devices, options
+        self._devices, self._options = plan.devices, options
+        self.has_weights = isinstance(loaded.experiment, Experiment)
         self._folder = ExperimentPaths(runs_root() / plan.name)
         #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).
         self._again = {name.partition("-")[0]: RunPaths(self._folder.folder / name) for name in again}

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from hpc_train.cli.command_options import SyncOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, counted
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import Job, MlflowConfig, WandbConfig
@@ -71,7 +71,6 @@ class Synced:
 class Synchronization(TypedDict):
     """The rows that were sent, by run and destination."""
 
-    version: int
     synced: list[Synced]
 
 
@@ -92,7 +91,7 @@ def sync(options: SyncOptions) -> ExitCode:
             _show(paths, done[-1])
     if options.as_json:
         rows: list[Any] = list(map(asdict, done))
-        put_json(Synchronization(version=JSON_VERSION, synced=rows))
+        put_json(Synchronization(synced=rows))
     failed = [synced for synced in done if synced.error is not None]
     if failed:
         say(f"{len(failed)} of {len(done)} failed; the same command sends what is missing, nothing twice")

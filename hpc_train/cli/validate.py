@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -17,11 +18,11 @@ from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.command_options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
 from hpc_train.cli.plan import say_layouts
 from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, submittable
-from hpc_train.console import JSON_VERSION, put_json, say
+from hpc_train.console import put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig
-from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.experiment.data_facts.by_name import data_facts, provider_facts
 from hpc_train.experiment.plan.planning import Plan, make_plan
 from hpc_train.experiment.plan.staged_file import described, load_stages
 from hpc_train.experiment.plan.sweep import expand
@@ -36,7 +37,6 @@ from hpc_train.registry import split_name
 class Validation(TypedDict):
     """Whether a file is valid: it is if there are no problems."""
 
-    version: int
     file: str
     #: The experiment's name; null if the file is not valid.
     name: str | None
@@ -46,42 +46,6 @@ class Validation(TypedDict):
     problems: list[str]
     #: The code of each problem, like ``batch.undivided``: it stays if the wording changes. ``other``: none.
     codes: list[str]
-
-
-class PreparedData(TypedDict):
-    """Data that is complete here."""
-
-    name: str
-    root: str | None
-    train_samples: int
-    val_samples: int
-    classes: int
-    #: Tried samples that can't be read; another sample will replace each.
-    bad_samples: list[str]
-    #: Files that are not read, and conversions that lose information.
-    notices: list[str]
-
-
-class PreparedModel(TypedDict):
-    """A model whose weights are here, tried on samples of the data of that name."""
-
-    name: str
-    task: str
-    data: str
-    #: Null if the model was not built.
-    parameters: int | None
-    trained_parameters: int | None
-    weights: str | None
-    #: Why it was not built, or not run on samples; null if it was.
-    unchecked: str | None
-
-
-class Preparation(TypedDict):
-    """The data and models of the runs of a file, each once."""
-
-    version: int
-    data: list[PreparedData]
-    models: list[PreparedModel]
 
 
 @one_child()
@@ -97,7 +61,7 @@ def validate(options: ValidateOptions) -> ExitCode:
             say_layouts(plan.runs)
             say_remarks(loaded)
         return ExitCode.DONE
-    answer = Validation(version=JSON_VERSION, file=str(file), name=None, runs=None, problems=[], codes=[])
+    answer = Validation(file=str(file), name=None, runs=None, problems=[], codes=[])
     try:
         checked, count = _checked(file, overrides)
     except BadFileError as error:
@@ -122,7 +86,7 @@ def schema(options: SchemaOptions) -> ExitCode:
     """Print the JSON Schema of the file."""
     from hpc_train.experiment.config.keys import schema_for_editors
 
-    put_json(schema_for_editors())
+    print(json.dumps(schema_for_editors(), indent=1), flush=True)
     return ExitCode.DONE
 
 
@@ -140,7 +104,7 @@ def prepare(options: PrepareOptions) -> int:
         return run_child(*request)
     code, report = child_report(*request)
     if code == ExitCode.DONE:
-        put_json({"version": JSON_VERSION} | report)
+        put_json(report)
     return code
 
 
@@ -215,17 +179,15 @@ def _of_model(model: ModelConfig) -> Iterator[_Download]:
     if provider == "hf" and not expanded(rest).exists():
         is_there = any(hub.glob(f"models--{rest.replace('/', '--')}"))
         yield _Download("model.name", model.name, (_hub(),), hub, is_there)
-    if model.pretrained is not True:
+    facts = provider_facts(model.name)
+    if model.pretrained is not True or facts.weights_from is None:
         return
-    if provider == "timm":
-        is_there = any(hub.glob(f"models--*--{name}*")) or any(torch.glob(f"{name}*"))
-        is_there |= any(part in name for part in _ELSEWHERE)
-        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, is_there)
-    elif provider == "torchvision":
-        is_there = any(torch.glob(f"{name}*"))
-        yield _Download("model.pretrained", f"a file of {model.name}", (_TORCH,), torch, is_there)
-    elif provider == "smp":  # its encoders come from either place
-        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, may_be_there=True)
+    is_there = not facts.names_weights or any(torch.glob(f"{name}*"))
+    server, cache = _TORCH, torch
+    if facts.weights_from == "hub":
+        server, cache = _hub(), hub
+        is_there |= any(hub.glob(f"models--*--{name}*")) or any(part in name for part in _ELSEWHERE)
+    yield _Download("model.pretrained", f"a file of {model.name}", (server,), cache, is_there)
 
 
 def _hub_cache() -> Path:

@@ -26,7 +26,7 @@ from hpc_train.cli.replay import replay_folder, replay_on_ranks
 from hpc_train.cli.replay_options import VerifyOptions
 from hpc_train.cli.replayed_run import ReplayedRun, replayed_stretches, thread_variables
 from hpc_train.cli.verify_jobs import VerifyingJobs, jobs_lines, joined, submit
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.launchers.local import LocalLauncher, noted_signals
 from hpc_train.paths import RunPaths
@@ -89,7 +89,6 @@ class VerifiedRun(TypedDict):
 class Verification(TypedDict):
     """Which checkpoints would load and, with ``--replay``, whether replays of the steps equal the runs."""
 
-    version: int
     runs: list[VerifiedRun]
 
 
@@ -111,7 +110,7 @@ def verify(options: VerifyOptions) -> ExitCode:
             put(*stretches_text(verified["stretches"], verified["seconds"] or 0.0, run_name(paths)))
         runs.append(verified)
     if options.as_json:
-        put_json(Verification(version=JSON_VERSION, runs=runs))
+        put_json(Verification(runs=runs))
     is_damaged = any(saved["counts"] and saved["problems"] for run in runs for saved in run["checkpoints"])
     differs = any(stretch["result"] in FAILURES for run in runs for stretch in run["stretches"])
     jobs = [run["jobs"] for run in runs if run["jobs"] is not None]

@@ -16,6 +16,7 @@ from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.paths import RunPaths
 
 J = TypeVar("J", bound=Job)
 J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
@@ -37,11 +38,8 @@ class Workload(Generic[J_contra]):
     #: Module that `prepare` executes in a child process, with the file, its options and overrides.
     preparation: str
 
-    def start_problems(self, job: J_contra, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
-        """Return the problems that prevent a start on these ranks.
-
-        ``micro_batch_size``: the size that ``auto`` found in an earlier attempt; None before that.
-        """
+    def start_problems(self, job: J_contra, ranks: Ranks, paths: RunPaths) -> list[Problem]:
+        """Return the problems that prevent a start of the run, which may not exist yet, on these ranks."""
         return []
 
     def missing_code(self, jobs: Sequence[J_contra], code_root: Callable[[], Path | None]) -> list[Problem]:

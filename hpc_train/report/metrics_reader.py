@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hpc_train.run.best import PREFERRED, default_metric, goal_of
+from hpc_train.run.best import PREFERRED, goal_of
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
 from hpc_train.run.metric_rows import POSITION, finite, parse_row
 from hpc_train.run.metric_rows import Row as Row
@@ -90,6 +90,11 @@ def rows_in(path: Path) -> Iterator[Row]:
 
 def _blocks(path: Path) -> Iterator[bytes]:
     try:
+        data, is_whole = read_tail(path, _BLOCK_BYTES)
+        if is_whole:  # as in most of thousands of runs
+            yield data[: data.rfind(b"\n") + 1]
+            return
+        del data
         with open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 if not block.endswith(b"\n"):
@@ -234,10 +239,11 @@ def metric_value(row: Row, name: str) -> float | None:
 
 
 def main_metric(row: Row) -> str | None:
-    """Return the metric that evaluates a row: ``default_metric``, of training rows one of ``PREFERRED``."""
-    is_evaluation = row.get("split") == "val"
-    names = [name for name in row if name not in POSITION and (is_evaluation or name in PREFERRED)]
-    return default_metric([name for name in names if metric_value(row, name) is not None])
+    """Return the metric that evaluates a row: one of ``PREFERRED``, else an evaluation's first one."""
+    preferred = next((name for name in PREFERRED if metric_value(row, name) is not None), None)
+    if preferred is not None or row.get("split") != "val":
+        return preferred
+    return next((name for name in row if name not in POSITION and metric_value(row, name) is not None), None)
 
 
 def last_metric(rows: Sequence[Row], decisive: str | None = None) -> dict[str, Any] | None:
@@ -342,8 +348,10 @@ def last_and_best(rows: Iterable[Row], metric: Metric) -> tuple[Point | None, Po
     """Return the metric's newest value, which may be NaN, and its best finite one."""
     last = best = None
     for row in rows:
+        if metric.name not in row or row.get("split") != metric.split:
+            continue
         value, step = metric_value(row, metric.name), row.get("step")
-        if row.get("split") != metric.split or value is None or type(step) is not int:
+        if value is None or type(step) is not int:
             continue
         last = Point(value, step)
         if math.isfinite(value) and (best is None or is_better(last, best, metric)):

@@ -152,20 +152,27 @@ class _Batch:
         self.events = [*forward, ("loss", None, repr(data["loss"])), *backward]
 
 
-def _batches(lines: Sequence[Mapping[str, Any]]) -> dict[int, _Batch]:
-    batches: dict[int, _Batch] = {}
+def micro_batches(lines: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, Mapping[str, Any]]]:
+    """Return by number each micro-batch of a step, and the rank that recorded it."""
+    batches: dict[int, tuple[int, Mapping[str, Any]]] = {}
     for rank, line in enumerate(lines):
         for data in line.get("micro_batches", ()):
             # Ranks that share a copy of the model read the same micro-batches; one of them has the loss.
             if data["number"] not in batches or data["loss"] is not None:
-                batches[data["number"]] = _Batch(rank, data, line.get("events", ()))
+                batches[data["number"]] = rank, data
     return batches
 
 
 def _micro_batches(
     step: int, ones: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]
 ) -> Iterator[Place]:
-    first, second = _batches(ones), _batches(others)
+    first, second = (
+        {
+            number: _Batch(rank, data, lines[rank].get("events", ()))
+            for number, (rank, data) in batches.items()
+        }
+        for lines, batches in ((lines, micro_batches(lines)) for lines in (ones, others))
+    )
     for number in sorted({*first, *second}):
         pair = [batches.get(number) for batches in (first, second)]
         samples = [batch.data["samples"] if batch else [] for batch in pair]

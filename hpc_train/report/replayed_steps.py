@@ -102,7 +102,6 @@ class Replayed(TypedDict):
 class Replay(TypedDict):
     """The steps of a run that were repeated."""
 
-    version: int
     #: The run's.
     id: str
     path: str

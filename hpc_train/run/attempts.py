@@ -115,7 +115,10 @@ class Events:
 
 def read_events(attempt: AttemptPaths) -> Events:
     """Return the attempt's events, without any if they can't be read."""
-    return decoded(Events, files.read_json(attempt.events)) or Events()
+    return decoded(Events, files.read_json(attempt.events)) or _NO_EVENTS
+
+
+_NO_EVENTS = Events()
 
 
 def job_ids(facts: Mapping[str, Any]) -> list[str]:
@@ -211,7 +214,9 @@ def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRe
     record = decoded(AttemptRecord, files.read_json(attempt.record))
     if record is None:
         return None
-    noted = read_events(attempt) if with_events else Events()
+    noted = read_events(attempt) if with_events else _NO_EVENTS
+    if noted is _NO_EVENTS and record.attempt == attempt.number:
+        return record
     measured = {key: value for key in _MEASURED if (value := getattr(noted, key))}
     events = {**record.events, **noted.events}
     return replace(record, attempt=attempt.number, events=events, **measured)

@@ -158,7 +158,8 @@ class PartDigest:
 
 def encoded(record: _Record) -> bytes:
     """Return a record with its check."""
-    return record.body + _CHECK.pack(xxhash.xxh32_intdigest(record.body))
+    body = record.body
+    return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
 
 
 def same_bits(first: float | None, second: float | None) -> bool:

@@ -138,12 +138,16 @@ def decoded(kind: type[T], data: object) -> T | None:
         return None
     record: Any = kind
     values: dict[str, Any] = {}
-    for name, key, default, read in _readers(record):
-        value = read(data[key]) if key in data else default
-        if value is _WRONG:
+    for name, key, default, check, read in _readers(record):
+        if key in data:
+            value = data[key]
+            if not check(value):
+                return None
+            values[name] = value if read is None else read(value)
+        elif default is _WRONG:
             return None
-        if value is not MISSING:
-            values[name] = value
+        elif default is not MISSING:
+            values[name] = default
     return kind(**values)
 
 
@@ -165,11 +169,11 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _readers(kind: type[Any]) -> list[tuple[str, str, Any, Callable[[object], Any]]]:
-    """Return the name, the key, the default and the reader of each field. Made once, like ``_check_of``."""
+def _readers(kind: type[Any]) -> list[tuple[str, str, Any, _Check, Callable[[Any], Any] | None]]:
+    """Return the name, the key, the default, and ``_reader`` of each field. Made once, like ``_check_of``."""
     hints = get_type_hints(kind, include_extras=True)
     return [
-        (part.name, _key(part), _default(part, hints[part.name]), _reader(hints[part.name]))
+        (part.name, _key(part), _default(part, hints[part.name]), *_reader(hints[part.name]))
         for part in fields(kind)
     ]
 
@@ -180,29 +184,23 @@ def _default(part: Field[Any], hint: Any) -> Any:
     return None if NoneType in get_args(hint) else _WRONG
 
 
-def _reader(hint: Any) -> Callable[[object], Any]:
+def _reader(hint: Any) -> tuple[_Check, Callable[[Any], Any] | None]:
+    """Return the check of a field's value, and what makes the field of it; None: it is the field."""
     if hint is Path:
-        return lambda value: Path(value) if type(value) is str else _WRONG
+        return _check_of(str), Path
     nested = next((member for member in get_args(hint) if is_dataclass(member)), None)
     if nested is None:
-        check = _check_of(hint)
-        return lambda value: value if check(value) else _WRONG
+        return _check_of(hint), None
     record: type[Any] = nested  # type: ignore[assignment]
     if get_origin(hint) is dict:
-        is_dict = _check_of(dict[str, dict[str, Any]])
-        return lambda value: (
-            {key: item for key, data in value.items() if (item := decoded(record, data)) is not None}  # type: ignore[attr-defined]
-            if is_dict(value)
-            else _WRONG
-        )
+        return _check_of(dict[str, dict[str, Any]]), lambda value: {
+            key: item for key, data in value.items() if (item := decoded(record, data)) is not None
+        }
     if get_origin(hint) is not list:
-        return lambda value: decoded(record, value)
-    is_list = _check_of(list[dict[str, Any]])
-    return lambda value: (
-        [item for data in value if (item := decoded(record, data)) is not None]  # type: ignore[attr-defined]
-        if is_list(value)
-        else _WRONG
-    )
+        return _check_of(Any), lambda value: decoded(record, value)
+    return _check_of(list[dict[str, Any]]), lambda value: [
+        item for data in value if (item := decoded(record, data)) is not None
+    ]
 
 
 @cache

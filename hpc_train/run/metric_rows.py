@@ -31,6 +31,8 @@ POSITION = {"time", "attempt", "split", "step", "epoch"}
 _BLOCK_BYTES = 1 << 16
 #: Times past this, the year 9999, are damaged.
 _MAX_TIME_S = 253402300800.0
+#: ``json.loads`` does the same, but looks for spaces around the value, too.
+_decode = json.JSONDecoder().raw_decode
 #: Larger integers are not converted to float: beyond 1e308 that fails.
 _MAX_INTEGER = 10**300
 
@@ -40,8 +42,11 @@ def parse_row(line: bytes) -> Row | None:
     if not looks_like_row(line):
         return None
     try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
+        text = line.decode("utf-8", errors="replace")
+        row, end = _decode(text)
     except (ValueError, RecursionError):
+        return None
+    if text[end:].strip(" \t\r\n"):
         return None
     if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str):
         return row

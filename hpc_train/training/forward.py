@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -116,8 +116,11 @@ class TrainingForward:
     ) -> TrainingForward:
         """Return the forward for the file, with autocast if the strategy needs it."""
 
+        is_autocast = precision.is_mixed and not state.strategy.handles_mixed_precision
+        nothing = nullcontext()  # may be entered again and by several at once
+
         def context() -> AbstractContextManager[object]:
-            return nullcontext() if state.strategy.handles_mixed_precision else precision.autocast(device)
+            return precision.autocast(device) if is_autocast else nothing
 
         return cls(
             experiment.seed,
@@ -151,7 +154,7 @@ class TrainingForward:
             dist.all_reduce(total)
         shares = torch.where(total == 0, 0.0, weights / total)
         return [
-            replace(batch, loss_factor=share / batch.weight) if batch.weight > 0 else batch
+            batch.changed(loss_factor=share / batch.weight) if batch.weight > 0 else batch
             for batch, share in zip(batches, shares, strict=True)
         ]
 
@@ -191,7 +194,7 @@ class TrainingForward:
 
     def _only_targets(self, batch: Batch) -> Batch:
         """Return the batch on the device without its inputs, its targets mixed as ``to_input`` does."""
-        moved = replace(batch, inputs=None).to(self.device)
+        moved = batch.changed(inputs=None).to(self.device)
         return moved if self.mixing is None else self.mixing.only_targets(moved, batch.inputs)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
@@ -211,7 +214,7 @@ class TrainingForward:
 
         ``on_outputs`` receives the outputs and the batch on the device.
         """
-        with self.begin(replace(batch, step=step)):
+        with self.begin(batch.changed(step=step)):
             moved = self.to_device(batch)
             outputs = self.task.forward(model, moved)
             on_outputs(outputs, moved)
@@ -234,7 +237,7 @@ def make_to_input(
 
     def to_input(batch: Batch) -> Batch:
         moved = batch.to(device)
-        return replace(moved, inputs=normalize(moved.inputs))
+        return moved.changed(inputs=normalize(moved.inputs))
 
     return to_input
 
@@ -302,11 +305,11 @@ class Mixing:
     def whole(self, batch: Batch) -> Batch:
         """Return the batch with inputs and targets mixed; it is on the device and prepared for the model."""
         mix = self.draw(batch.step, batch.number, batch.inputs)
-        return replace(batch, inputs=mix.inputs(batch.inputs), targets=self._targets(mix, batch))
+        return batch.changed(inputs=mix.inputs(batch.inputs), targets=self._targets(mix, batch))
 
     def only_targets(self, batch: Batch, inputs: Any) -> Batch:
         """Return the batch with targets mixed as by ``whole``; only the shape of ``inputs`` is read."""
-        return replace(batch, targets=self._targets(self.draw(batch.step, batch.number, inputs), batch))
+        return batch.changed(targets=self._targets(self.draw(batch.step, batch.number, inputs), batch))
 
     def _targets(self, mix: Mix, batch: Batch) -> Tensor:
         return mix.targets(self.task.soft_targets(batch.targets))

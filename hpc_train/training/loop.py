@@ -164,9 +164,12 @@ class Cadence:
 
     def saves(self, step: int) -> bool:
         """Return True if ``step`` is saved regardless of time; the last step always is."""
-        intervals = filter(None, (self.checkpoint.every_steps, self.checkpoint.keep_every))
-        is_due = step == self.total_steps or any(step % every == 0 for every in intervals)
+        is_due = step == self.total_steps or any(step % every == 0 for every in self._save_every)
         return is_due or self.evaluates_by_job(step)
+
+    @cached_property
+    def _save_every(self) -> tuple[int, ...]:
+        return tuple(filter(None, (self.checkpoint.every_steps, self.checkpoint.keep_every)))
 
 
 @dataclass
@@ -273,11 +276,15 @@ class Trainer:
 
     def _one_step(self, step: int, batches: list[Batch]) -> Consensus:
         """Train one step while the ranks exchange their flags."""
-        if not self.first_step.is_over:
+        is_first = not self.first_step.is_over
+        if is_first:
             self.first_step.begin(batches[0])
         self.step_progress.begin_step(step)
         self.agreement.begin(self._own_flags())
-        with self.first_step.running():
+        if is_first:
+            with self.first_step.running():
+                is_allowed = self._train_step(step, batches)
+        else:
             is_allowed = self._train_step(step, batches)
         agreed = self.agreement.wait()
         if agreed.needs_check or not is_allowed:

@@ -7,11 +7,14 @@ cause, a ``rank-<r>.error`` file that the launcher and ``status`` show.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
@@ -20,8 +23,8 @@ from hpc_train.rank.env import RankFacts
 from hpc_train.registry import split_name, target_of
 from hpc_train.run.attempts import read_record
 from hpc_train.run.create import training_experiment
+from hpc_train.run.storage_errors import TRANSIENT, retried
 from hpc_train.training import build, evaluation, rank_exit, replaying
-from hpc_train.training.distributed import log_stream
 from hpc_train.training.rank import joined
 
 
@@ -29,7 +32,7 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
     """Run one rank of one attempt to its end. Returns the process's exit code; never raises."""
     flag = signals.install(_earliest_warning(paths, attempt))
     facts = RankFacts()
-    log_stream.install()
+    sys.stdout, sys.stderr = (tolerant(stream) for stream in (sys.stdout, sys.stderr))
     try:
         facts = RankFacts.from_environment(os.environ)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO if facts.rank == 0 else logging.WARNING)
@@ -68,3 +71,51 @@ def _earliest_warning(paths: RunPaths, attempt: int) -> float:
         return 0.0
     began = datetime.fromisoformat(record.events.get("begin", record.start)).timestamp()
     return began + record.time_limit_s - record.lead_s
+
+
+def tolerant(stream: Any) -> Any:
+    """Return a text stream to the same file whose writes survive temporary errors of a file server."""
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError):  # closed by the parent process, or not a file
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_LogFile(descriptor)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+class _LogFile(io.RawIOBase):
+    """Retries a failed write, and drops it if the error persists; other errors are raised."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._dropped = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        text = bytes(data)
+        try:
+            if not self._dropped:
+                return retried(lambda: os.write(self._descriptor, text), Path("log"), tells=False)
+            # The first failure has been retried with pauses; training must not wait for every line.
+            os.write(self._descriptor, b"(%d bytes of this log could not be written)\n" % self._dropped)
+            self._dropped = 0
+            return os.write(self._descriptor, text)
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            self._dropped += len(text)
+            return len(text)

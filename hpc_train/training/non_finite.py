@@ -54,7 +54,7 @@ class FiniteWatch:
 
     def look(self, number: Tensor) -> None:
         """Add a number, shape ()."""
-        if number.device.type == "cpu":
+        if number.is_cpu:
             self._has_seen |= not math.isfinite(number.item())
         else:
             self._under_way.append(HostCopy(number.isfinite()))

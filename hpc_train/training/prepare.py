@@ -61,14 +61,14 @@ _LIMIT_S = 120.0
 
 @dataclass
 class PreparedData:
-    """Data that is complete here: an entry of ``data`` of ``prepare --json``."""
+    """Data that is complete here."""
 
     name: str
     root: str | None
     train_samples: int
-    #: 0 if there are none.
     val_samples: int
     classes: int
+    #: Tried samples that can't be read; another sample will replace each.
     bad_samples: list[str] = field(default_factory=list)
     #: Files that are not read, and conversions that lose information.
     notices: list[str] = field(default_factory=list)
@@ -76,21 +76,22 @@ class PreparedData:
 
 @dataclass
 class PreparedModel:
-    """A model that was built and tried: an entry of ``models``. Fields are None if it was not built."""
+    """A model whose weights are here, tried on samples of the data of that name."""
 
     name: str
     task: str
     data: str
+    #: Null if the model was not built.
     parameters: int | None = None
     trained_parameters: int | None = None
     weights: str | None = None
-    #: Why it was not built, or not run on samples.
+    #: Why it was not built, or not run on samples; None if it was.
     unchecked: str | None = None
 
 
 @dataclass
 class Prepared:
-    """The data and models that the runs of a file need, each once."""
+    """The data and models of the runs of a file, each once."""
 
     data: list[PreparedData] = field(default_factory=list)
     models: list[PreparedModel] = field(default_factory=list)

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hpc_train.errors import BadFileError, EnvironmentRefusesError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import NormalizeConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.experiment.topology.degrees import Degrees, in_words
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run import versions
 from hpc_train.run.checkpoints import VERIFIED
@@ -94,7 +95,7 @@ def resumed(
 
 def _compare_versions(rank: Rank, loaded: Loaded) -> None:
     """Warn about versions that differ from those at the save; refuse them under ``environment.strict``."""
-    now = versions.versions()
+    now = _versions()
     then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
     differences = versions.differences(then, {key: now[key] for key in then})
     if not differences:
@@ -169,9 +170,15 @@ def extra(
         "precision": rank.experiment.precision,
         "device": rank.device.type,
         "hardware": asdict(hardware),
-        "versions": versions.versions(),
+        "versions": dict(_versions()),
         **_ranks(rank),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return the versions at this process's first call, since each save would read the packages' metadata."""
+    return versions.versions()
 
 
 def conditions(world_size: int, strategy: str, degrees: Degrees) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def _described(ranks: Mapping[str, Any], with_degrees: bool) -> str:
     """Return ``2 ranks under ddp``."""
     count = ranks["world_size"]
     text = f"{count} rank{'' if count == 1 else 's'} under {ranks['strategy']}"
-    return f"{text} ({in_words(Degrees(**ranks['degrees']))})" if with_degrees else text
+    return f"{text} ({Degrees(**ranks['degrees'])})" if with_degrees else text
 
 
 @dataclass(frozen=True)

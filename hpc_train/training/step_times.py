@@ -66,11 +66,14 @@ class StepTimes:
         """Yield from ``steps``; the time until each item arrives counts as a wait for data."""
         iterator = iter(steps)
         while True:
-            with self.waiting_for_data():
-                try:
+            began = time.monotonic()  # as ``waiting_for_data``, whose generator takes longer than the rest
+            try:
+                with self._annotation():
                     step = next(iterator)
-                except StopIteration:
-                    return
+            except StopIteration:
+                return
+            finally:
+                self.data_wait_s += time.monotonic() - began
             yield step
 
     def annotate_waits(self, annotation: Callable[[], AbstractContextManager[object]] | None) -> None:
@@ -144,8 +147,8 @@ class FirstStep:
         self._began = time.monotonic()
 
     def running(self) -> AbstractContextManager[None]:
-        """Return the context of a step; only the first differs."""
-        return nullcontext() if self.is_over else first_step(self.config)
+        """Return the context of the first step."""
+        return first_step(self.config)
 
     def end(self) -> None:
         """Called after the step."""

@@ -18,7 +18,8 @@ from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import Degrees, Ranks, find_degrees
 from hpc_train.experiment.validate import own_parts, rules, task_rules
 from hpc_train.experiment.workload import Workload
-from hpc_train.paths import expanded
+from hpc_train.paths import RunPaths, expanded
+from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.weight_source import KEY, source_facts
 
 
@@ -27,9 +28,10 @@ class TrainingWorkload(Workload[Experiment]):
 
     preparation = "hpc_train.training.prepare"
 
-    def start_problems(self, job: Experiment, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
+    def start_problems(self, job: Experiment, ranks: Ranks, paths: RunPaths) -> list[Problem]:
         """Return keys that don't fit the ranks."""
-        return rules.check_start(job, ranks.most, ranks.per_node, ranks.fewest, micro_batch_size)
+        size = kept_size(paths) if job.optimization.micro_batch_size == "auto" else None
+        return rules.check_start(job, ranks.most, ranks.per_node, ranks.fewest, size)
 
     def missing_code(self, jobs: Sequence[Experiment], code_root: Callable[[], Path | None]) -> list[Problem]:
         """Return missing models, tasks and transforms of the user's own, and missing weights."""

@@ -96,9 +96,8 @@ class Trainee:
             {"params": [p for p in self.optimized.values() if p.dim() > 1]},
             {"params": [p for p in self.optimized.values() if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=0.01, eps=1e-3
-        )  # of 1e-8 float16 makes 0, and NaN of 0 / 0
+        # Of an eps of 1e-8 float16 makes 0, and NaN of 0 / 0.
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
         self.state = TrainingState(
             self.wrapped, self.optimizer, torch.amp.GradScaler("cpu", init_scale=512.0), self.optimized
         )
@@ -152,6 +151,16 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 def octets(tensor: Tensor) -> bytes:
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
+
+
+def begin_and_finish(
+    checkpointer: Checkpointer,
+    state: TrainingState,
+    step: int,
+    before_commit: Callable[[], None] | None = None,
+) -> None:
+    checkpointer.begin(state, step, {}, before_commit)
+    checkpointer.finish()
 
 
 def begin_attempt(run: RunPaths, number: int) -> None:

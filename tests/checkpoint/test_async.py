@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hpc_train.training.checkpoint.state import TrainingState
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     assert_loads,
+    begin_and_finish,
     claimed_room,
     differences,
     error_of,
@@ -158,25 +158,15 @@ def differ_and_fail(rank: int, world_size: int, folder: Path) -> list[str]:
     # One rank's optimizer is another now; the other's save goes by the layout of the last.
     optimizer = torch.optim.SGD(trainee.model.parameters()) if rank else trainee.optimizer
     other = TrainingState(trainee.wrapped, optimizer)
-    seen = [error_of(lambda: save_beside(checkpointer, other, 5))]
+    seen = [error_of(lambda: begin_and_finish(checkpointer, other, 5))]
 
     def stale() -> None:
         if rank == 1:
             raise OSError(116, "Stale file handle")
 
-    seen.append(error_of(lambda: save_beside(checkpointer, trainee.state, 6, stale)))
+    seen.append(error_of(lambda: begin_and_finish(checkpointer, trainee.state, 6, stale)))
     checkpointer.save(trainee.state, 7, {})
     return seen
-
-
-def save_beside(
-    checkpointer: Checkpointer,
-    state: TrainingState,
-    step: int,
-    before_commit: Callable[[], None] | None = None,
-) -> None:
-    checkpointer.begin(state, step, {}, before_commit)
-    checkpointer.finish()
 
 
 @pytest.mark.slow
@@ -244,9 +234,7 @@ def lose_a_peer(rank: int, folder: Path, store: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(16)
-def test_a_peer_that_is_killed_while_it_writes_fails_the_save(
-    tmp_path: Path,
-) -> None:
+def test_a_peer_that_is_killed_while_it_writes_fails_the_save(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     context = mp.get_context("spawn")
     ranks = [

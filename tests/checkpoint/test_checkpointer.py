@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError, StorageError, TransientStorageError, UserError
 from hpc_train.experiment.config.training_sections import OptimizerConfig
-from hpc_train.experiment.topology.degrees import AXES, Degrees
+from hpc_train.experiment.topology.degrees import AXES
 from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import remove, verify
@@ -31,10 +31,7 @@ from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.matching import deal
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
-from hpc_train.training.distributed.device import Precision
 from hpc_train.training.optimization import make_optimizer
-from hpc_train.training.strategies.base import RankContext
-from hpc_train.training.strategies.ddp import DDPStrategy
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     assert_loads,
@@ -45,6 +42,7 @@ from tests.checkpoint.checkpoint_runs import (
     forge,
     make_run,
 )
+from tests.rank_context import make_strategy
 from tests.waiting import HANG_LIMIT_S
 
 LIMIT_S = HANG_LIMIT_S
@@ -60,6 +58,14 @@ def saved(run: RunPaths) -> Trainee:
         trainee.train(1)
         trainee.checkpointer(run).save(trainee.state, step, EXTRA)
     return trainee
+
+
+def assert_refused(run: RunPaths, trainee: Trainee, words: str | None = None) -> None:
+    """Load the newest checkpoint: an error for the user, and nothing of the trainee has changed."""
+    before = trainee.everything()
+    with pytest.raises(BadFileError, match=words):
+        trainee.checkpointer(run).load_newest(trainee.state)
+    assert differences(before, trainee.everything()) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -169,10 +175,7 @@ class Optimised:
             OptimizerConfig(name=name, lr=0.01), dict(self.model.named_parameters()), 64
         )
         self.state = TrainingState(self.model, self.optimizer)
-        context = RankContext(
-            0, Degrees(), torch.device("cpu"), Precision("test", torch.float32, torch.float32)
-        )
-        self.strategy = DDPStrategy(context)
+        self.strategy = make_strategy("ddp", precision="fp32")
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -206,18 +209,8 @@ def check_resumed_equals_straight(name: str, folder: Path) -> None:
 
 #: One of each kind of state; the slow test has all names.
 _OF_TIMM = (
-    "adafactor",
-    "adafactorbv",
-    "adan",
-    "adopt",
-    "lamb",
-    "lambc",
-    "lars",
-    "madgrad",
-    "mars",
-    "muon",
-    "nlarc",
-)
+    "adafactor", "adafactorbv", "adan", "adopt", "lamb", "lambc", "lars", "madgrad", "mars", "muon", "nlarc",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -256,9 +249,7 @@ def test_a_groups_number_comes_back_as_the_tensor_that_it_was(run: RunPaths, dty
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(())], float("inf"), object()])
-def test_what_training_added_to_a_group_and_json_can_not_hold_is_refused(
-    run: RunPaths, value: object
-) -> None:
+def test_what_training_added_to_a_group_and_json_can_not_hold_fails(run: RunPaths, value: object) -> None:
     trainee = Trainee()
     trainee.optimizer.param_groups[0]["history"] = value
     with pytest.raises(BadFileError, match=r"^optimization\.optimizer\.name: its state 'history' is neither"):
@@ -275,14 +266,11 @@ def test_a_forged_counter_of_a_group_is_a_clear_error(
     optimizer = state_of(run)["optimizer"]
     optimizer["groups"][0] |= {"tensors": dtypes, "values": {"step": value}}
     forge(run.checkpoint(2), optimizer=optimizer)
-    with pytest.raises(BadFileError, match=r"state\.json: optimizer is not as hpc-train writes it"):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"state\.json: optimizer is not as hpc-train writes it")
 
 
 @pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
-def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
-    is_fused: bool, place: str
-) -> None:
+def test_counters_are_on_the_device_of_the_optimizers_kernel(is_fused: bool, place: str) -> None:
     """The meta device represents a GPU: only the device is checked."""
     parameters = [torch.empty(3, device="meta"), torch.empty((), device="meta")]
     optimizer = torch.optim.AdamW(parameters)
@@ -331,9 +319,7 @@ def test_other_parameter_groups_are_refused(run: RunPaths, saved: Trainee) -> No
         ({"dtype": torch.float64}, r"F32 \[8, 5\] in the checkpoint, F64 \[8, 5\] in the model"),
     ],
 )
-def test_another_model_is_refused_by_name(
-    run: RunPaths, saved: Trainee, other: dict[str, Any], said: str
-) -> None:
+def test_another_model_is_refused(run: RunPaths, saved: Trainee, other: dict[str, Any], said: str) -> None:
     with pytest.raises(BadFileError, match=said):
         assert_loads(run, 2, **other)
     assert folder_names(run) == ["step-00000001", "step-00000002"]
@@ -345,8 +331,7 @@ def test_untied_weights_are_not_taken_from_a_tied_model_in_reverse(run: RunPaths
     other.model.tied_b.weight = untied
     other.optimizer.param_groups[0]["params"].append(untied)
     other.checkpointer(run).save(other.state, 3, {})
-    with pytest.raises(BadFileError, match=r"model\.tied_b\.weight is shared with model\.tied_a\.weight"):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"model\.tied_b\.weight is shared with model\.tied_a\.weight")
 
 
 # Damage ----------------------------------------------------------------------------------------------
@@ -393,9 +378,7 @@ def test_if_all_are_damaged_nothing_is_loaded_and_all_is_kept(run: RunPaths, sav
     before = saved.everything()
     for attempt in (2, 3):  # the second finds them set aside
         begin_attempt(run, attempt)
-        with pytest.raises(
-            StorageError, match=r"--new.* step-00000001\.bad \(.*its hash .*step-00000002\.bad"
-        ):
+        with pytest.raises(StorageError, match=r"--new.* step-00000001\.bad .*its hash .*step-00000002\.bad"):
             saved.checkpointer(run, attempt).load_newest(saved.state)
     assert differences(before, saved.everything()) == []
     assert folder_names(run) == ["step-00000001.bad", "step-00000002.bad"]
@@ -483,8 +466,7 @@ def test_one_of_a_newer_version_is_refused_and_left_alone(run: RunPaths, saved: 
     manifest = run.checkpoint(2).manifest
     newer = json.loads(manifest.read_text()) | {"version": 99, "hpc_train": "9.1.0"}
     manifest.write_text(json.dumps(newer))
-    with pytest.raises(BadFileError, match=r"version is 99, .*use hpc-train 9\.1\.0, or a newer one"):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"version is 99, .*use hpc-train 9\.1\.0, or a newer one")
     assert folder_names(run) == ["step-00000001", "step-00000002"]
 
 
@@ -503,10 +485,7 @@ class Trap:
 
 def test_without_room_for_a_checkpoint_none_is_begun(run: RunPaths, saved: Trainee) -> None:
     before = sorted(run.checkpoints.iterdir())
-    with (
-        claimed_room(free=100),
-        pytest.raises(StorageError, match=r"the disk is full: \d+ bytes are needed, 100"),
-    ):
+    with claimed_room(free=100), pytest.raises(StorageError, match=r"full: \d+ bytes are needed, 100"):
         saved.checkpointer(run).save(saved.state, 9, {})
     assert sorted(run.checkpoints.iterdir()) == before
 
@@ -554,8 +533,7 @@ def _change_entry(checkpoint: CheckpointPaths, changed: Callable[[dict[str, Any]
 def test_a_forged_shard_is_a_clear_error(run: RunPaths, saved: Trainee, damage) -> None:  # type: ignore[no-untyped-def]
     damage(run.checkpoint(2))
     forge(run.checkpoint(2))
-    with pytest.raises(BadFileError, match=r"shard-00000\.safetensors: "):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, r"shard-00000\.safetensors: ")
 
 
 @pytest.mark.fault(44)
@@ -564,14 +542,12 @@ def test_a_pickle_named_as_a_shard_runs_nothing(run: RunPaths, saved: Trainee, t
     for path in (run.checkpoint(2).shard(0), run.checkpoint(1).shard(0)):
         path.write_bytes(pickle.dumps(Trap(trap)))
     forge(run.checkpoint(2), tensors={})
-    with pytest.raises(BadFileError):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved)
     shutil.rmtree(run.checkpoint(2).folder)
     size = run.checkpoint(1).shard(0).stat().st_size
     tensors = {"model.x": {"dtype": "U8", "shape": [size], "pieces": [[0, [0], [size]]]}}
     forge(run.checkpoint(1), tensors=tensors, tied={})
-    with pytest.raises(BadFileError):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved)
     assert not trap.exists()
     pickle.loads(pickle.dumps(Trap(trap)))
     assert trap.exists()  # it would have sprung
@@ -624,8 +600,7 @@ def test_a_forged_table_is_a_clear_error(run: RunPaths, saved: Trainee, forged: 
     said = r"state\.json is not as hpc-train writes it"
     if forged == NUMBERED:  # as of the second piece in a shard
         said = r"model\.first\.weight\.\.1 is not in it, though"
-    with pytest.raises(BadFileError, match=said):
-        saved.checkpointer(run).load_newest(saved.state)
+    assert_refused(run, saved, said)
 
 
 def test_groups_come_back_in_any_order(run: RunPaths, saved: Trainee) -> None:
@@ -653,10 +628,7 @@ def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> Non
     optimizer = state_of(run)["optimizer"]
     change(optimizer["groups"])
     forge(run.checkpoint(2), optimizer=optimizer)
-    before = saved.everything()
-    with pytest.raises(BadFileError, match="optimizer"):
-        saved.checkpointer(run).load_newest(saved.state)
-    assert differences(before, saved.everything()) == []
+    assert_refused(run, saved, "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -695,12 +667,8 @@ def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> Non
     ],
 )
 def test_a_forged_state_is_a_clear_error(run: RunPaths, saved: Trainee, changes: dict[str, Any]) -> None:
-    before = saved.everything()
     forge(run.checkpoint(2), **changes)
-    said = r"state\.json is not as hpc-train writes it" if "extra" in changes else None
-    with pytest.raises(BadFileError, match=said):
-        saved.checkpointer(run).load_newest(saved.state)
-    assert differences(before, saved.everything()) == []
+    assert_refused(run, saved, r"state\.json is not as hpc-train writes it" if "extra" in changes else None)
 
 
 @pytest.mark.parametrize(

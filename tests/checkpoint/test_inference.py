@@ -224,9 +224,7 @@ def test_another_models_code_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         loaded(run)
 
 
-def test_a_checkpoint_without_the_facts_reads_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_facts_reads_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, model = make_run(tmp_path)
     save(run, model, 4, {"mean": [0.1] * 3, "std": [0.9] * 3})
     source = DataSource([], None, COLORS)

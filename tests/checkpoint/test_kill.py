@@ -22,15 +22,8 @@ from tests.ranks import run_ranks
 
 #: What Python tells an audit hook before it touches the disk.
 TOUCHES = {
-    "open",
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.scandir",
-    "os.listdir",
-    "shutil.rmtree",
-}
+    "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree",
+}  # fmt: skip
 
 
 def kill_at(number: int) -> None:

@@ -62,10 +62,7 @@ def load_and_save_again(rank: int, world_size: int, folder: Path) -> dict[str, A
             checkpointer = other.checkpointer(run, attempt)
             loaded = checkpointer.load_newest(other.state)
             assert loaded is not None
-            found[f"{source} {attempt} {strategy}"] = (
-                loaded.step,
-                differences(expected, other.everything()),
-            )
+            found[f"{source} {attempt} {strategy}"] = (loaded.step, differences(expected, other.everything()))
             checkpointer.save(other.state, loaded.step + 1, {})
             other.train(1)  # what was loaded can train
     return found

@@ -84,9 +84,7 @@ def test_a_wait_ends_when_all_is_copied_and_when_the_copying_failed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_nan_and_infinity_are_found_wherever_they_are(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_and_infinity_are_found_anywhere(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_module, "_CHECKED", 16)
     info = torch.finfo(dtype)
     numbers = torch.tensor([info.max, info.min, info.tiny, -0.0, 1.0] * 10, dtype=dtype).reshape(10, 5)
@@ -134,9 +132,7 @@ def test_the_writing_thread_waits_on_the_ranks_own_gpu(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_no_forked_process_has_the_pages_that_a_gpu_copies_into(
-    is_cuda: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fork_has_the_pages_that_a_gpu_copies_into(is_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(1 << 20)
     facts = {name: getattr(weight, name) for name in ("nbytes", "dtype", "shape")}
     source = SimpleNamespace(is_cuda=is_cuda, device=torch.device("cuda", 1), **facts)

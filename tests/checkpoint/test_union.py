@@ -24,6 +24,7 @@ from hpc_train.training.strategies.base import Piece
 from hpc_train.training.strategies.pieces import dealt_out, dealt_pieces
 from hpc_train.training.train_state import Ema
 from tests.checkpoint.checkpoint_runs import (
+    begin_and_finish,
     differences,
     error_of,
     folder_names,
@@ -252,9 +253,7 @@ def trained_alone(steps: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grouping", ["by_decay", "together", "by_layer"])
-def test_any_placing_of_layers_reads_what_any_other_wrote(
-    group: Group, tmp_path: Path, grouping: str
-) -> None:
+def test_any_placing_of_layers_reads_any_others(group: Group, tmp_path: Path, grouping: str) -> None:
     placings = [TWO_STAGES, THREE_STAGES, EVERYWHERE]
     for number, written in enumerate(placings):
         run = make_run(tmp_path / str(number))
@@ -289,9 +288,7 @@ def test_the_files_have_the_plain_layout(group: Group, run: RunPaths, tmp_path: 
 
 
 @pytest.mark.slow
-def test_each_rank_writes_what_it_holds_and_holders_share_what_they_have_whole(
-    group: Group, run: RunPaths
-) -> None:
+def test_each_rank_writes_what_it_holds_and_holders_share_the_whole(group: Group, run: RunPaths) -> None:
     group.run(save, run.folder, TWO_STAGES)
     shards = [set(load_file(run.checkpoint(2).shard(rank))) for rank in range(RANKS)]
     assert all(name.split(".")[1] == "first" for name in shards[0] | shards[1])
@@ -332,9 +329,7 @@ def test_the_state_tells_of_all_ranks_and_plain_layouts_are_as_they_were(
 
 
 @pytest.mark.slow
-def test_what_is_missing_and_what_is_foreign_is_refused_alike_on_all_ranks(
-    group: Group, run: RunPaths
-) -> None:
+def test_what_is_missing_or_foreign_is_refused_alike_on_all_ranks(group: Group, run: RunPaths) -> None:
     group.run(save, run.folder, TWO_STAGES)
     tensors = state_of(run)["tensors"]
     tensors["model.stranger"] = tensors.pop("model.second.norm.bias")
@@ -362,9 +357,7 @@ def test_a_layer_that_no_rank_holds_is_refused(group: Group, run: RunPaths) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("written", [TWO_STAGES, EVERYWHERE])
-def test_other_parameter_groups_are_refused_on_all_ranks(
-    group: Group, run: RunPaths, written: Placing
-) -> None:
+def test_other_groups_are_refused_on_all_ranks(group: Group, run: RunPaths, written: Placing) -> None:
     group.run(save, run.folder, written)
     for read in (TWO_STAGES, EVERYWHERE):
         errors = group.run(refusal, run.folder, read, "together")
@@ -448,11 +441,6 @@ def change_alone(rank: int, ranks: int, folder: Path) -> list[str]:
     return seen
 
 
-def begin_and_finish(checkpointer: Checkpointer, state: TrainingState, step: int) -> None:
-    checkpointer.begin(state, step, {})
-    checkpointer.finish()
-
-
 @pytest.mark.slow
 def test_ranks_that_contradict_each_other_all_raise_and_save_nothing(group: Group, run: RunPaths) -> None:
     for seen in group.run(change_alone, run.folder):
@@ -503,9 +491,7 @@ def count_texts(rank: int, ranks: int, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_tables_are_sent_once_by_the_first_rank_of_those_that_hold_the_same(
-    group: Group, run: RunPaths
-) -> None:
+def test_tables_are_sent_once_by_the_first_rank_that_holds_the_same(group: Group, run: RunPaths) -> None:
     assert group.run(count_texts, run.folder) == [{"everywhere": 0, "two": 2, "three": 3}] * RANKS
 
 

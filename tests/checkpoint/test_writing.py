@@ -177,9 +177,7 @@ def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save_and_is
     assert folder_names(run) == ["step-00000001", "step-00000002"]
 
 
-def test_a_shard_that_grows_past_a_flush_is_as_it_was_meant(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_grows_past_a_flush_is_right(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(shards, "_FLUSH_BYTES", 1000)
     monkeypatch.setattr(shards.os, "posix_fadvise", lambda *arguments: asked.append(arguments))

@@ -25,8 +25,7 @@ pandas = pytest.importorskip("pandas")
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunPaths]:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def sweep(tmp_path: Path) -> list[RunPaths]:
     return made_sweep(tmp_path / "runs", 6, steps=200)
 
 
@@ -51,8 +50,7 @@ def test_the_last_value_of_a_run_that_diverged_at_its_end_is_nan(sweep: list[Run
     assert first["best"] < 10 and first["best_step"] <= 200
 
 
-def test_values_of_lists_and_draws_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def test_values_of_lists_and_draws_are_columns(tmp_path: Path) -> None:
     more = """sweep:
   list: [{optimization.optimizer.lr: 0.2}, {data.args.channels: 5}]
   random: {count: 2, parameters: {optimization.optimizer.weight_decay: {uniform: [0, 0.1]}}}

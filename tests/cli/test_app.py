@@ -9,10 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import typer.main
 from PIL import Image
 
 from hpc_train import __version__
@@ -21,7 +23,7 @@ from hpc_train.cli.app import app
 from hpc_train.cli.command_line import FUNCTIONS, exit_code_of
 from hpc_train.cli.command_options import SubmitOptions
 from hpc_train.paths import runs_root
-from tests.cli.commands import REPOSITORY, hpc_train, python
+from tests.cli.commands import REPOSITORY, hpc_train, python, succeeded
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
 from tests.waiting import HANG_LIMIT_S
@@ -96,15 +98,6 @@ def test_the_version_is_printed() -> None:
     assert (done.code, done.out) == (0, f"hpc-train {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["submit"], ["status", "--nonsense"], ["logs", "x", "--rank", "-1"]]
-)
-def test_a_command_line_that_cannot_be_taken_exits_2(arguments: list[str]) -> None:
-    done = hpc_train(*arguments)
-    assert done.code == 2
-    assert done.out == ""
-
-
 def test_a_users_mistake_prints_its_message_alone() -> None:
     done = hpc_train("validate", "no-such-file.yaml")
     assert done.code == 65
@@ -126,23 +119,23 @@ def test_a_mistake_of_ours_keeps_its_whole_traceback(monkeypatch: pytest.MonkeyP
         exit_code_of(status_module.status)
 
 
-def test_an_error_of_the_disk_exits_74_without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(28, "No space left on device", "runs")
-
-    monkeypatch.setattr(status_module, "status", full)
+@pytest.mark.parametrize(
+    ("error", "pattern"),
+    [
+        (
+            OSError(28, "No space left on device", "runs"),
+            r"runs: the disk is full \(No space left on device\); free some space there\n",
+        ),
+        (OSError(5, "Input/output error"), r"input/output: Input/output error \(mock\.py:\d+\)\n"),
+    ],
+)
+def test_an_error_of_the_disk_exits_74_without_traceback(
+    error: OSError, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file, it has the line that raised it."""
+    monkeypatch.setattr(status_module, "status", Mock(side_effect=error))
     done = hpc_train("status")
-    assert (done.code, done.err) == (
-        74,
-        "runs: the disk is full (No space left on device); free some space there\n",
-    )
-
-
-def test_an_error_without_a_file_says_where_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_module, "status", Mock(side_effect=OSError(5, "Input/output error")))
-    done = hpc_train("status")
-    assert done.code == 74
-    assert re.fullmatch(r"input/output: Input/output error \(mock\.py:\d+\)\n", done.err), done.err
+    assert done.code == 74 and re.fullmatch(pattern, done.err), done.err
 
 
 def test_a_removed_current_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +217,7 @@ def test_names_of_files_are_utf_8_in_a_locale_without_it(file: Path, tmp_path: P
 def test_submit_names_the_folders_owner(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "shared"
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(runs))
-    done = hpc_train("plan", file, "--local", "--json")
-    assert done.code == 0
+    done = succeeded("plan", file, "--local", "--json")
     name = json.loads(done.out)["name"]
     (runs / name).mkdir(mode=0o700, parents=True)
     os.chown(runs / name, 12345, -1)
@@ -235,3 +227,45 @@ def test_submit_names_the_folders_owner(file: Path, tmp_path: Path, monkeypatch:
     assert done.code != 0
     assert f"{runs / name}: belongs to another user (uid 12345)" in done.err
     assert "give the experiment another name" in done.err
+
+
+# Commands that messages and docs tell people to run.
+
+
+_COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+_REPOSITORY = Path(__file__).parents[2]
+#: In backticks, a line of a code block, or a substitution in one; it ends where the shell begins another.
+_COMMAND = re.compile(r"(?:`|^\$ |\$\()hpc-train ([a-z]+)((?: [^`\n&|;$]*)?)", re.MULTILINE)
+_OPTION = re.compile(r"(?<= )--?[a-z][a-z-]*")
+
+
+def _texts() -> Iterator[Path]:
+    yield from (_REPOSITORY / "hpc_train").rglob("*.py")
+    yield from (_REPOSITORY / "slurm_templates").rglob("*.j2")
+    # One lists what is still missing, the other draws ``hpc-train submit ─ sbatch --hold``.
+    skipped = {"reliability.md", "architecture.md"}
+    yield from (page for page in (_REPOSITORY / "docs").glob("*.md") if page.name not in skipped)
+    yield from _REPOSITORY.glob("*.md")
+
+
+def _unknown(text: str) -> list[str]:
+    """Return the commands and options in ``text`` that can't be typed."""
+    found = []
+    for command, rest in _COMMAND.findall(text):
+        if command not in _COMMANDS:
+            found.append(command)
+            continue
+        options = {option for each in _COMMANDS[command].params for option in each.opts} | {"--help"}
+        found += [f"{command} {option}" for option in _OPTION.findall(rest) if option not in options]
+    return found
+
+
+def test_every_command_that_is_named_can_be_typed() -> None:
+    unknown = {path.name: _unknown(path.read_text(encoding="utf-8")) for path in _texts()}
+    assert {name: commands for name, commands in unknown.items() if commands} == {}
+
+
+def test_a_command_or_option_that_cannot_be_typed_is_seen() -> None:
+    assert _unknown("see `hpc-train begin` or `hpc-train submit FILE --fast`") == ["begin", "submit --fast"]
+    assert _unknown("$ hpc-train submit exp.yaml --local -x") == ["submit -x"]
+    assert _unknown('$ hpc-train logs -n 1 "$(hpc-train compare a -z | sed -n 1p)"') == ["compare -z"]

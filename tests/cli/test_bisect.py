@@ -9,18 +9,16 @@ import pytest
 
 from hpc_train.cli import bisect as module
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.create import create_run
 from hpc_train.run.digests import DigestsFile
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, succeeded
 from tests.cli.json_checks import checked
-from tests.run.runs import small_experiment
+from tests.run.runs import small_run
 from tests.run.test_checkpoints import save
 from tests.run.test_digests import digest
 
 
 def run(run_id: str, steps: range = range(0), **changes: Any) -> RunPaths:
-    paths = RunPaths(runs_root() / "small" / run_id)
-    assert create_run(paths, small_experiment(**changes), run_id, 10)
+    paths = small_run(runs_root(), run_id, **changes)
     if steps:
         file = DigestsFile(paths.digests, steps[0] - 1)
         file.append([digest(step) for step in steps])
@@ -36,8 +34,7 @@ def _no_replay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_equal_records_need_no_replay() -> None:
     save(run("aaa", range(1, 9)), 5)
     save(run("bbb", range(3, 20), seed=4), 5)
-    done = hpc_train("bisect", "aaa", "bbb")
-    assert done.code == 0, done.err
+    done = succeeded("bisect", "aaa", "bbb")
     assert done.out.splitlines() == [
         "--- aaa",
         "+++ bbb",

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,52 +15,33 @@ import pytest
 from hpc_train.errors import ExitCode
 from hpc_train.launchers import following as module
 from hpc_train.launchers.slurm.submission import Batch, prepare
-from hpc_train.paths import RunPaths, runs_root
+from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
-from hpc_train.run.attempts import claim_attempt, job_ids, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, job_ids, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import REPOSITORY, hpc_train
-from tests.cli.launchers import SCRIPTED
+from tests.cli.commands import hpc_train, ready_runs, stderr_of, submitted, succeeded
 from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run.runs import record_of, small_run
+from tests.run.runs import change_record, record_of, small_run
 from tests.waiting import HANG_LIMIT_S
 
 _LIMIT_S = HANG_LIMIT_S
 
 
-@contextmanager
-def _submitted(file: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[RunPaths]]]:
-    """Submit runs of one scripted rank each, one after the other; yield once the first is ``ready``."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", "submit", str(file), "--launcher", SCRIPTED, *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    found: list[RunPaths] = []
-
-    def is_ready() -> bool:
-        assert process.poll() is None, process.communicate()
-        found[:] = [RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready")]
-        return bool(found)
-
-    try:
-        wait_for(is_ready, "a rank that is ready", _LIMIT_S)
-        yield process, found
-    finally:
-        process.kill()
-        process.communicate()
+def _first(process: subprocess.Popen[str]) -> RunPaths:
+    """Return the only run of a submit whose rank is ready."""
+    wait_for(lambda: bool(ready_runs()) or process.poll() is not None, "a rank that is ready", _LIMIT_S)
+    (paths,) = ready_runs()
+    return paths
 
 
 @pytest.mark.slow
 def test_a_run_of_this_machine_saves_and_is_cancelled(file: Path) -> None:
-    with _submitted(file) as (process, (paths,)):
+    with submitted(file) as process:
+        paths = _first(process)
         done = hpc_train("cancel", paths.folder.name)
         assert (done.code, done.out) == (0, "")
         assert f"{paths.folder.name}: cancelled at step 1" in done.err
@@ -78,25 +57,14 @@ def test_a_run_of_this_machine_saves_and_is_cancelled(file: Path) -> None:
 @pytest.mark.slow
 def test_the_other_runs_of_a_local_sweep_go_on(file: Path) -> None:
     file.write_text(file.read_text() + "sweep: {grid: {seed: [0, 1]}}\n")
-    with _submitted(file) as (process, (first,)):
+    with submitted(file) as process:
+        first = _first(process)
         assert hpc_train("cancel", first.folder.name).code == 0
-        (second,) = _later(first)
+        wait_for(lambda: len(ready_runs()) == 2, "the second run", _LIMIT_S)
+        (second,) = [paths for paths in ready_runs() if paths.folder != first.folder]
         (second.folder / "go").touch()
         process.communicate(timeout=_LIMIT_S)
     assert (read_status(first).state, read_status(second).state) == ("cancelled", "completed")
-
-
-def _later(first: RunPaths) -> list[RunPaths]:
-    found: list[RunPaths] = []
-
-    def is_there() -> bool:
-        found[:] = [
-            RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready") if path.parent != first.folder
-        ]
-        return bool(found)
-
-    wait_for(is_there, "the second run", _LIMIT_S)
-    return found
 
 
 @pytest.fixture
@@ -123,9 +91,8 @@ def test_ranks_that_do_not_go_are_ended(tmp_path: Path, monkeypatch: pytest.Monk
         rank = Process.of(deaf.pid)
         assert rank is not None
         claim_attempt(paths, "local", rank_processes=[rank])
-        record = record_of(paths.attempt(1))
         # Its launcher ends with it, as the real one does.
-        write_record(paths.attempt(1), replace(record, launcher_process=rank))
+        change_record(paths.attempt(1), launcher_process=rank)
         write_status(paths, RunStatus("running", 3, 10, attempt=1))
         assert hpc_train("cancel", "abc").code == 0
         assert deaf.wait(_LIMIT_S) == -signal.SIGKILL
@@ -142,26 +109,22 @@ def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, state: str) -> None
     assert not paths.cancelled.exists()
 
 
-def test_a_run_of_another_machine_is_named_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "message"), [("local", "runs on other"), ("theirs", "launcher theirs has it")]
+)
+def test_a_run_that_can_not_be_cancelled_here_is_named_with_where_it_can(
+    tmp_path: Path, launcher: str, message: str
+) -> None:
     paths = small_run(tmp_path / "runs")
-    claim_attempt(paths, "local")
-    record = record_of(paths.attempt(1))
-    assert record.launcher_process is not None
-    there = replace(record.launcher_process, host="other", boot_id="other")
-    write_record(paths.attempt(1), replace(record, launcher_process=there))
+    claim_attempt(paths, launcher)
+    process = record_of(paths.attempt(1)).launcher_process
+    assert process is not None
+    change_record(paths.attempt(1), launcher_process=replace(process, host="other", boot_id="other"))
     write_status(paths, RunStatus("running", 3, 10, attempt=1))
     done = hpc_train("cancel", "abc")
-    assert done.code == 1
-    assert "runs on other" in done.err and "cancel it there" in done.err
+    assert (done.code, message in done.err) == (1, True), done.err
+    assert ("cancel it there" in done.err) == (launcher == "local")
     assert read_status(paths).state == "running"
-
-
-def test_a_launcher_without_a_way_to_cancel_is_named(tmp_path: Path) -> None:
-    paths = small_run(tmp_path / "runs")
-    claim_attempt(paths, "theirs")
-    write_status(paths, RunStatus("running", 3, 10, attempt=1))
-    done = hpc_train("cancel", "abc")
-    assert done.code == 1 and "launcher theirs has it" in done.err
 
 
 def test_without_slurm_a_run_is_marked_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,31 +140,31 @@ def test_without_slurm_a_run_is_marked_cancelled(tmp_path: Path, monkeypatch: py
     assert read_status(paths).state == "running"
 
 
-def test_a_half_submitted_run_is_cancelled(programs: Programs, tmp_path: Path) -> None:
+def _runs_until_cancelled(programs: Programs, gone: Path, row: str, answer: str = "") -> None:
+    """Have squeue list the job of ``row`` until scancel is called; ``answer``: another branch of it."""
+    shown = f"[ -e {gone} ] || printf '%s\\x1f' {row};;"
+    programs.put("squeue", f'case "$*" in\n{answer}\n*) {shown}\nesac')
+    programs.put("scancel", f"touch {gone}")
+    programs.put("scontrol", "echo 'KillWait = 30 sec'")
+    programs.put("sacct", "exit 1")
+
+
+def test_a_half_submitted_run_is_cancelled_with_its_unrecorded_held_job(
+    programs: Programs, tmp_path: Path
+) -> None:
+    """The submit was killed before sbatch, or between it and its next step."""
     programs.put("squeue", "exit 0")
     paths = queued_run(tmp_path / "runs", None)
     assert hpc_train("cancel", "abc").code == 0
     assert (read_status(paths).state, paths.cancelled.exists()) == ("cancelled", True)
-
-
-def test_an_unrecorded_held_job_is_cancelled(programs: Programs, tmp_path: Path) -> None:
-    """The submit was killed between sbatch and its next step."""
-    paths = queued_run(tmp_path / "runs", None)
+    paths = queued_run(tmp_path / "runs", None, "def")
     submission = paths.siblings.submission("feed")
     batch = Batch(submission.folder, "python", {})
     prepare(submission, [paths], batch, max_parallel=None, stays_held=False)
-    programs.put(
-        "squeue",
-        f"""case "$*" in
-        *--format=%F*) echo "12|{submission.folder}/12_submission.sh";;
-        *) [ -e {tmp_path}/gone ] || printf '%s\\x1f' 12 PENDING JobHeldUser 0 "" "" 0 "" small /x.sh;;
-        esac""",
-    )
-    programs.put("scancel", f"touch {tmp_path}/gone")
-    programs.put("scontrol", "echo 'KillWait = 30 sec'")
-    programs.put("sacct", "exit 1")
-    done = hpc_train("cancel", "abc")
-    assert done.code == 0, done.err
+    held = f'*--format=%F*) echo "12|{submission.folder}/12_submission.sh";;'
+    row = '12 PENDING JobHeldUser 0 "" "" 0 "" small /x.sh'
+    _runs_until_cancelled(programs, tmp_path / "gone", row, held)
+    succeeded("cancel", "def")
     assert programs.calls("scancel") == ["12"]
     assert (read_status(paths).state, job_ids(read_json(paths.run) or {})) == ("cancelled", ["12"])
 
@@ -220,11 +183,7 @@ def test_a_job_of_another_experiment_is_left_alone(programs: Programs, tmp_path:
 
 def test_cancel_with_a_full_disk(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(queued_run(tmp_path / "runs", "12"), "12")
-    row = "12 RUNNING None 0 '' '' 0 n1 small /x.sh"
-    programs.put("squeue", f"[ -e {tmp_path}/gone ] || printf '%s\\x1f' {row}")
-    programs.put("scancel", f"touch {tmp_path}/gone")
-    programs.put("scontrol", "echo 'KillWait = 30 sec'")
-    programs.put("sacct", "exit 1")
+    _runs_until_cancelled(programs, tmp_path / "gone", "12 RUNNING None 0 '' '' 0 n1 small /x.sh")
 
     def full(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -243,8 +202,7 @@ def test_a_run_that_completes_first_stays_completed(programs: Programs, tmp_path
     write_json(completed, RunStatus("completed", 10, 10, attempt=1).to_json())
     programs.put("squeue", f"cp {completed} {paths.status}")
     programs.put("sacct", "exit 0")
-    done = hpc_train("cancel", "abc")
-    assert done.code == 0 and "completed before it could be cancelled" in done.err
+    assert "completed before it could be cancelled" in stderr_of(0, "cancel", "abc")
     assert read_status(paths).state == "completed" and not paths.cancelled.exists()
 
 

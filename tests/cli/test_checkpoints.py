@@ -9,19 +9,9 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.files import write_json
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.run.runs import small_run
-from tests.run.test_checkpoints import begin_attempt, write_checkpoint
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    """Two checkpoints that count."""
-    paths = small_run(tmp_path / "runs")
-    begin_attempt(paths, 1)
-    for step in (5, 10):
-        write_checkpoint(paths, step, attempt=1)
-    return paths
+from tests.run.test_checkpoints import begin_attempt
 
 
 def _lines(*arguments: str) -> tuple[int, list[str]]:
@@ -29,24 +19,24 @@ def _lines(*arguments: str) -> tuple[int, list[str]]:
     return done.code, [line.partition("step-000000")[2] for line in done.out.splitlines()]
 
 
-def test_whole_checkpoints_and_the_one_that_would_load_are_named(run: RunPaths) -> None:
+def test_whole_checkpoints_and_the_one_that_would_load_are_named(saved: RunPaths) -> None:
     assert _lines("abc") == (0, ["10  whole, would load", "05  whole"])
 
 
-def test_a_damaged_checkpoint_fails_and_the_next_would_load(run: RunPaths) -> None:
-    shard = run.checkpoint(10).shard(1)
+def test_a_damaged_checkpoint_fails_and_the_next_would_load(saved: RunPaths) -> None:
+    shard = saved.checkpoint(10).shard(1)
     content = shard.read_bytes()
     shard.write_bytes(content[:3] + b"?" + content[4:])
     done = hpc_train("verify", "abc")
     assert str(shard) in done.err
     assert _lines("abc") == (1, ["10  damaged", "05  whole, would load"])
     shard.write_bytes(content)
-    run.checkpoint(10).manifest.unlink()
+    saved.checkpoint(10).manifest.unlink()
     assert _lines("abc") == (1, ["10  damaged", "05  whole, would load"])
 
 
-def test_a_checkpoint_of_an_attempt_that_lost_the_run_does_not_count(run: RunPaths) -> None:
-    begin_attempt(run, 2, ["step-00000005"])
+def test_a_checkpoint_of_an_attempt_that_lost_the_run_does_not_count(saved: RunPaths) -> None:
+    begin_attempt(saved, 2, ["step-00000005"])
     code, (ten, five) = _lines("abc")
     assert code == 0
     assert "does not count" in ten
@@ -67,13 +57,12 @@ def test_export_passes_the_exit_code_of_its_child_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", ["--best --step 3", "--last --best", "--last --step 3"])
-def test_options_that_select_different_checkpoints_are_refused(run: RunPaths, options: str) -> None:
+def test_options_that_select_different_checkpoints_are_refused(saved: RunPaths, options: str) -> None:
     for command in (("export", "abc", "-o", "w.safetensors"), ("evaluate", "abc")):
-        done = hpc_train(*command, *options.split())
-        assert done.code == 2 and "exclude each other; use one of them" in done.err
+        assert "exclude each other; use one of them" in stderr_of(2, *command, *options.split())
 
 
-def test_export_to_an_unknown_suffix_is_reported(run: RunPaths) -> None:
+def test_export_to_an_unknown_suffix_is_reported(saved: RunPaths) -> None:
     done = hpc_train("export", "abc", "-o", "w.xyz", "--best")
     assert "-o w.xyz: written as safetensors" in done.err
 
@@ -88,19 +77,19 @@ def test_export_to_an_unknown_suffix_is_reported(run: RunPaths) -> None:
     ],
 )
 def test_an_evaluation_adds_the_row_that_a_job_should_have_left(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch, options: list[str], is_due: bool, is_recorded: bool
+    saved: RunPaths, monkeypatch: pytest.MonkeyPatch, options: list[str], is_due: bool, is_recorded: bool
 ) -> None:
     def run_ranks(*_: object) -> tuple[ExitCode, RunPaths]:
-        paths = RunPaths(run.folder.parents[2] / "temporary" / "ranks")
+        paths = RunPaths(saved.folder.parents[2] / "temporary" / "ranks")
         paths.folder.mkdir(parents=True)
-        write_json(paths.evaluated_checkpoint, {"run": str(run.folder)})
+        write_json(paths.evaluated_checkpoint, {"run": str(saved.folder)})
         paths.metrics.write_text('{"split": "val", "step": 5, "loss": 0.5}\n')
         return ExitCode.DONE, paths
 
     monkeypatch.setattr(evaluate, "run_ranks", run_ranks)
     if is_due:
-        evaluation_jobs.request(run, 5)
-        evaluation_jobs.note_failure(run, 5, "job 3 ended without a result: CANCELLED")
+        evaluation_jobs.request(saved, 5)
+        evaluation_jobs.note_failure(saved, 5, "job 3 ended without a result: CANCELLED")
     assert hpc_train("evaluate", "abc", "--step", "5", *options).code == 0
-    assert list(evaluation_jobs.rows(run)) == [5] * is_recorded
-    assert list(evaluation_jobs.failures(run)) == [5] * (is_due and not is_recorded)
+    assert list(evaluation_jobs.rows(saved)) == [5] * is_recorded
+    assert list(evaluation_jobs.failures(saved)) == [5] * (is_due and not is_recorded)

@@ -14,7 +14,7 @@ from hpc_train.cli import command_options  # noqa: F401
 from hpc_train.cli.command_line import app
 from hpc_train.experiment.config.synonyms import other_commands, other_options
 from hpc_train.experiment.validate.loading import load
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 
 _GROUP: Any = get_command(app)
 _EXPERIMENT = """\
@@ -130,9 +130,7 @@ ANSWERS = {
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+def in_folder(_little_code: None) -> None:
     Path("exp.yaml").write_text(_EXPERIMENT, encoding="utf-8")
 
 
@@ -165,17 +163,14 @@ def test_the_answer_is_a_command_line_that_leads_on(typed: str, remedy: str) -> 
         ("cancel", "RUN is missing; `hpc-train status` lists the runs"),
         ("frobnicate", "there is no command 'frobnicate'; `hpc-train --help` lists the commands"),
         ("submit exp.yaml --foo 3", "there is no option --foo; `hpc-train submit --help` lists the options"),
-        (
-            "submit exp.yaml --accumulate-grad-batches 4",
-            "optimization.global_batch_size",
-        ),
+        ("submit exp.yaml --accumulate-grad-batches 4", "optimization.global_batch_size"),
         ("submit exp.yaml --devices two", "Invalid value for '--devices'"),
         ("logs abc --rank -1", "Invalid value for '--rank'"),
     ],
 )
 def test_without_an_equivalent_no_command_line_is_guessed(typed: str, answer: str) -> None:
     done = hpc_train(*shlex.split(typed))
-    assert done.code == 2 and answer in done.err
+    assert (done.code, done.out) == (2, "") and answer in done.err
 
 
 @pytest.mark.parametrize(
@@ -205,12 +200,10 @@ def test_a_file_of_another_kind_is_named(name: str, kind: str, command: str | No
     ],
 )
 def test_a_missing_file_is_answered_with_one_that_exists(word: str, answer: str) -> None:
-    done = hpc_train("validate", word)
-    assert done.code == 65 and answer in done.err
+    assert answer in stderr_of(65, "validate", word)
 
 
-def test_a_run_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def test_a_run_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs" / "digits" / "abc123").mkdir(parents=True)
     for word in ("digits", "abc123", "abc", "digits/abc123"):
         assert f"`hpc-train resume {word}` continues it" in hpc_train("submit", word).err

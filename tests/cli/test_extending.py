@@ -16,6 +16,7 @@ from hpc_train.run.found_micro_batch import Found, keep, kept_size
 from hpc_train.run.run_status import read_status, write_status
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, queued, requests
+from tests.run.runs import write_rows
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 
@@ -34,13 +35,18 @@ def _complete(paths: RunPaths, step: int, launcher: str = COMPLETING) -> RunPath
     return paths
 
 
+def _submitted(file: Path, steps: int, *words: str) -> RunPaths:
+    """Return a run of these steps, which the launcher ends at the fifth one."""
+    length = ("optimization.epochs=null", f"optimization.steps={steps}")
+    hpc_train("submit", file, "--local", "--launcher", COMPLETING, *length, *words)
+    (paths,) = find_runs([])
+    return paths
+
+
 @pytest.fixture
 def completed(file: Path) -> RunPaths:
     """A run of 5 steps on three devices that has completed."""
-    words = ("--launcher", COMPLETING, "--devices", "3")
-    hpc_train("submit", file, "--local", *words, "optimization.epochs=null", "optimization.steps=5")
-    (paths,) = find_runs([])
-    return _complete(paths, 5)
+    return _complete(_submitted(file, 5, "--devices", "3"), 5)
 
 
 def _new_run(*old: RunPaths) -> RunPaths:
@@ -50,7 +56,8 @@ def _new_run(*old: RunPaths) -> RunPaths:
 
 def test_more_steps_start_a_new_run_from_the_checkpoints_of_the_old_one(completed: RunPaths) -> None:
     rows = [{"split": "train", "step": step, "attempt": 1, "loss": 0.5} for step in (1, 5, 6)]
-    completed.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(completed, rows)
+    keep(completed, Found(size=4, too_large=8, ranks=3, attempt=1))
     kept = {path: path.read_bytes() for path in completed.folder.rglob("*") if path.is_file()}
     done = _resume(completed.folder, "optimization.steps=9", "data.workers=2", "--json")
     assert done.code == 0, done.err
@@ -69,6 +76,7 @@ def test_more_steps_start_a_new_run_from_the_checkpoints_of_the_old_one(complete
     assert facts["extends"] == {"run": completed.folder.name, "step": 5}
     assert old_facts["extended_by"] == [new.folder.name]
     assert facts["wandb_id"] != old_facts["wandb_id"]
+    assert kept_size(new) == 4
     del kept[completed.run]
     assert {path: path.read_bytes() for path in kept} == kept
 
@@ -140,23 +148,13 @@ def test_the_length_may_change_its_unit(completed: RunPaths) -> None:
 
 
 def test_a_schedule_over_the_whole_length_is_pointed_out(file: Path) -> None:
-    words = ("optimization.epochs=null", "optimization.steps=5", "optimization.schedule.name=cosine")
-    hpc_train("submit", file, "--local", "--launcher", COMPLETING, *words)
-    (paths,) = find_runs([])
-    assert (
-        "cosine is now that of the new length"
-        in _resume(_complete(paths, 5).folder, "optimization.steps=9").err
-    )
+    paths = _complete(_submitted(file, 5, "optimization.schedule.name=cosine"), 5)
+    done = _resume(paths.folder, "optimization.steps=9")
+    assert "cosine is now that of the new length" in done.err
 
 
 def test_a_run_that_early_stopping_ended_is_not_extended(file: Path) -> None:
-    words = (
-        "optimization.epochs=null",
-        "optimization.steps=9",
-        "early_stopping={metric: loss, mode: min, patience: 1}",
-    )
-    hpc_train("submit", file, "--local", "--launcher", COMPLETING, *words)
-    (paths,) = find_runs([])
+    paths = _submitted(file, 9, "early_stopping={metric: loss, mode: min, patience: 1}")
     write_checkpoint(paths, 5, attempt=1)
     done = _resume(paths.folder, "optimization.steps=20")
     assert done.code == 2
@@ -172,10 +170,10 @@ def test_an_unfinished_run_is_completed_first(completed: RunPaths, state: str, c
     run = completed.folder.name
     done = _resume(run, "optimization.steps=9")
     assert done.code == 2, done.err
-    assert (
-        f"first `hpc-train {command} {run}` to its end, then `hpc-train resume {run} optimization.steps=9`"
-        in done.err
+    command_line = (
+        f"`hpc-train {command} {run}` to its end, then `hpc-train resume {run} optimization.steps=9`"
     )
+    assert f"first {command_line}" in done.err
     assert find_runs([]) == [completed]
 
 
@@ -221,12 +219,6 @@ def test_a_run_that_others_may_write_is_not_extended(completed: RunPaths) -> Non
     done = _resume(completed.folder, "optimization.steps=9")
     assert done.code == 1 and "group or others may write it" in done.err
     assert find_runs([]) == [completed]
-
-
-def test_an_extension_keeps_the_micro_batch_size_that_was_found(completed: RunPaths) -> None:
-    keep(completed, Found(size=4, too_large=8, ranks=3, attempt=1))
-    _resume(completed.folder, "optimization.steps=9")
-    assert kept_size(_new_run(completed)) == 4
 
 
 def test_a_submit_of_more_steps_names_the_run_that_a_resume_would_continue(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from hpc_train.cli.changes import changes_on_resume
 from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import RunPaths
+from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
@@ -36,12 +36,10 @@ def _resume(*arguments: str) -> Done:
 
 
 def test_a_file_as_it_was_is_not_spoken_of(file: Path) -> None:
-    _submit(file, "seed=3", "data.workers=2")
+    overrides = ["seed=3", "data.workers=2"]
+    (run,) = _submit(file, *overrides)
     assert "exp.yaml" not in _resume().err
-    assert json.loads(find_runs([])[0].run.read_text())["source"] == {
-        "file": str(file),
-        "overrides": ["seed=3", "data.workers=2"],
-    }
+    assert (read_json(run.run) or {})["source"] == {"file": str(file), "overrides": overrides}
 
 
 def test_the_frozen_copy_runs_and_the_difference_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +55,11 @@ def test_what_a_resume_can_take_over_is_said_as_it_takes_it(file: Path) -> None:
     _submit(file)
     _edit(file, "device: cpu\n", "device: auto\ncheckpoint: {keep: 5}\nparallel: {strategy: fsdp}\n")
     done = _resume()
+    fsdp = "parallel.strategy ddp → fsdp"
     for line in (
         "device cpu → auto (the run continues with cpu; add device=auto to take it over)",
         "checkpoint.keep 3 → 5 (the run continues with 3; add checkpoint.keep=5 to take it over)",
-        (
-            "parallel.strategy ddp → fsdp "
-            "(the run continues with ddp; add parallel.strategy=fsdp to take it over)"
-        ),
+        f"{fsdp} (the run continues with ddp; add parallel.strategy=fsdp to take it over)",
     ):
         assert f"\n  {line}\n" in done.err
     done = _resume("device=auto", "checkpoint.keep=5")
@@ -122,10 +118,8 @@ def test_runs_of_a_sweep_are_compared_with_their_own_values(file: Path) -> None:
     done = _resume()
     assert f"2 runs: {file} has changed since:\n" in done.err
     assert "  optimization.epochs 3 → 4 (the run continues with 3)\n" in done.err
-    assert (
-        '  slurm absent → {"nodes": 2} (the run continues without it; add \'slurm={"nodes": 2}\' to'
-        in done.err
-    )
+    takes_over = "(the run continues without it; add 'slurm={\"nodes\": 2}' to"
+    assert f'  slurm absent → {{"nodes": 2}} {takes_over}' in done.err
 
 
 def test_what_is_asked_of_slurm_is_nothing_to_a_local_run(file: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from hpc_train.cli.first_file import FirstFile, first_file, start_of
 from hpc_train.experiment.data_facts.survey.content import Images, Survey
 from hpc_train.launchers.base import JobSection
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, succeeded
 from tests.shapes import write_boxes, write_folder, write_list
 
 
@@ -152,10 +152,8 @@ def test_the_file_trains_to_an_accuracy(name: str, tmp_path: Path) -> None:
     root = make(tmp_path / "data")
     assert hpc_train("init", "-y", "--local", "--root", root).code == 0
     for command in (["validate", "exp.yaml"], ["prepare", "exp.yaml"]):
-        done = hpc_train(*command)
-        assert done.code == 0, done.err
-    done = hpc_train("submit", "exp.yaml", "--local", "--json", f"optimization.epochs={epochs}")
-    assert done.code == 0, done.err
+        succeeded(*command)
+    done = succeeded("submit", "exp.yaml", "--local", "--json", f"optimization.epochs={epochs}")
     (run,) = json.loads(done.out)["runs"]
     rows = map(json.loads, Path(run["path"], "metrics.jsonl").read_text().splitlines())
     assert max(row[metric] for row in rows if row["split"] == "val") >= expected

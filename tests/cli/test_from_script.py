@@ -13,7 +13,7 @@ from hpc_train.cli.init import job_values
 from hpc_train.experiment.config.schema import Program
 from hpc_train.experiment.validate.loading import load
 from hpc_train.workloads.script_survey import Script, survey
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 
 NANOGPT = """
 import os
@@ -170,14 +170,10 @@ LINES = {
 
 
 @pytest.mark.parametrize("style", CASES)
-def test_the_file_validates_and_has_what_the_script_says(
-    style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_file_validates_and_has_what_the_script_says(style: str) -> None:
     text, expected, step_line = CASES[style]
     Path(f"{style}.py").write_text(text)
-    done = hpc_train("init", "--local", "--from-script", f"{style}.py", "--json")
-    assert done.code == 0, done.err
+    done = succeeded("init", "--local", "--from-script", f"{style}.py", "--json")
     job = load(Path("exp.yaml")).experiment
     assert isinstance(job, Program)
     program = job.program.model_dump(exclude_defaults=True)
@@ -194,8 +190,7 @@ def test_the_file_validates_and_has_what_the_script_says(
     assert any("from hpc_train.session.lightning import" in line for line in lines) == (style == "lightning")
 
 
-def test_values_that_only_the_user_knows_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_values_that_only_the_user_knows_are_marked() -> None:
     Path("train.py").write_text(ARGPARSE)
     done = hpc_train("init", "--local", "--from-script", "train.py", "--json")
     lines = Path("exp.yaml").read_text().splitlines()
@@ -209,15 +204,10 @@ def test_values_that_only_the_user_knows_are_marked(tmp_path: Path, monkeypatch:
     ("bad.py", "x = (\n", "bad.py:1: is not Python"),
     ("../outside.py", "", "then `hpc-train init --from-script outside.py`"),
 ])  # fmt: skip
-def test_a_script_that_can_t_be_read_is_refused(
-    path: str, text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "code").mkdir()
-    monkeypatch.chdir(tmp_path / "code")
+def test_a_script_that_can_t_be_read_is_refused(path: str, text: str | None, words: str) -> None:
     if text is not None:
         Path(path).write_text(text)
-    done = hpc_train("init", "--local", "--from-script", path)
-    assert done.code == 2 and words in done.err
+    assert words in stderr_of(2, "init", "--local", "--from-script", path)
     assert not Path("exp.yaml").exists()
 
 

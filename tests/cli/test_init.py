@@ -18,7 +18,7 @@ from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.task_starts import STARTS
 from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.base import JobSection
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
@@ -26,8 +26,7 @@ from tests.datasets.sources.masks import write_folder
 
 def written(*arguments: str | Path, name: str = "exp.yaml") -> str:
     """Write a file for this machine in the current folder; return its text."""
-    done = hpc_train("init", "--local", "-y", "-o", name, *arguments)
-    assert done.code == 0, done.err
+    succeeded("init", "--local", "-y", "-o", name, *arguments)
     return Path(name).read_text(encoding="utf-8")
 
 
@@ -95,9 +94,7 @@ def test_without_data_the_lines_to_change_are_named() -> None:
     assert f"change lines {', '.join(map(str, to_change))}" in done.err
     assert [lines[number - 1].split(":")[0].strip() for number in to_change] == ["root", "args"]
     assert "train/images/" in lines[to_change[0] - 1]
-    rooted = hpc_train(
-        "init", "--local", "-y", "--task", "segmentation", "--root", "data", "-o", "rooted.yaml"
-    )
+    rooted = hpc_train("init", "--local", "-y", "--task", "segmentation", "--root", "d", "-o", "rooted.yaml")
     assert f"change line {to_change[1]}\n" in rooted.err
     assert "new.yaml: written for this machine" in done.err and "`hpc-train validate new.yaml`" in done.err
 
@@ -144,8 +141,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written(arguments: list[str], words: str) -> None:
-    done = hpc_train("init", "--local", *arguments)
-    assert done.code == 2 and words in done.err
+    assert words in stderr_of(2, "init", "--local", *arguments)
     assert not Path("exp.yaml").exists()
 
 
@@ -159,9 +155,8 @@ def test_a_recipe_is_valid_where_it_is_written(recipe: str) -> None:
 
 
 def test_a_recipe_gets_the_data_and_the_section_of_the_cluster() -> None:
-    assert (
-        yaml.safe_load(written("--from", "cifar10-images", "--root", "/data/c"))["data"]["root"] == "/data/c"
-    )
+    text = written("--from", "cifar10-images", "--root", "/data/c")
+    assert yaml.safe_load(text)["data"]["root"] == "/data/c"
     job = JobSection({"partition": "gpu", "nodes": 1}, notes=["partition gpu: 2 nodes"])
     text = with_job_section(written("--from", "digits", name="digits.yaml"), job)
     assert yaml.safe_load(text)["slurm"] == job.values and "# partition gpu: 2 nodes" in text
@@ -183,14 +178,10 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("hpc_train.cli.init._is_terminal", lambda: True)
     monkeypatch.setattr(sys, "stdin", Terminal("nonsense\ndetection\n\n/data/boxes\n\n"))
-    done = hpc_train("init", "--local")
-    assert done.code == 0 and "write one of classification" in done.err
+    assert "write one of classification" in stderr_of(0, "init", "--local")
     content = yaml.safe_load(Path("exp.yaml").read_text())
-    assert (content["task"], content["data"]["name"], content["data"]["root"]) == (
-        "detection",
-        "coco",
-        "/data/boxes",
-    )
+    data = content["data"]
+    assert (content["task"], data["name"], data["root"]) == ("detection", "coco", "/data/boxes")
 
 
 def test_input_that_ends_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,24 +193,10 @@ def test_input_that_ends_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "value",
     [
-        "plain",
-        "1e-3",
-        "on",
-        "a b",
-        "a: b",
-        "#x",
-        "null",
-        "- a",
-        "'",
-        '"',
-        "é",
-        1,
-        0.001,
-        True,
-        [1, "a"],
+        "plain", "1e-3", "on", "a b", "a: b", "#x", "null", "- a", "'", '"', "é", 1, 0.001, True, [1, "a"],
         {"a": 1},
     ],
-)
+)  # fmt: skip
 def test_values_are_read_back_as_they_are(value: Any) -> None:
     from hpc_train.experiment.config.marked_yaml import read_value
 

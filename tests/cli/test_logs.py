@@ -1,25 +1,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_train.cli.logs import FOLLOWED_LINES, _tail_offset
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.files import write_json
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import REPOSITORY, hpc_train, python
+from tests.cli.commands import hpc_train, python, start
 from tests.cli.launchers import COMPLETING
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run.runs import record_of, small_run
+from tests.run.runs import change_record, small_run
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -40,25 +36,29 @@ def _logs(*arguments: str) -> tuple[int, str, str]:
     return done.code, done.out, done.err
 
 
-def test_the_newest_attempts_rank_0_is_shown(run: RunPaths) -> None:
-    assert _logs("abc") == (0, "attempt 2 rank 0\n", "")
-
-
-def test_rank_and_attempt_can_be_chosen(run: RunPaths) -> None:
-    assert _logs("abc", "--rank", "1", "--attempt", "1") == (0, "attempt 1 rank 1\n", "")
-
-
-def test_a_log_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
-    code, out, err = _logs("abc", "--rank", "7")
-    assert (code, out) == (2, "")
-    assert "attempt 2 has rank-0.log, rank-1.log" in err
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [
+        ([], 0, "attempt 2 rank 0\n", ""),
+        (["--rank", "1", "--attempt", "1"], 0, "attempt 1 rank 1\n", ""),
+        (["-f", "--attempt", "1"], 0, "attempt 1 rank 0\n", ""),
+        (["--rank", "7"], 2, "", "attempt 2 has rank-0.log, rank-1.log"),
+        (["--attempt", "7"], 2, "", "there is no attempt 7; the run has attempts 1 to 2"),
+    ],
+)
+def test_the_newest_attempts_rank_0_is_shown_unless_others_are_chosen(
+    run: RunPaths, arguments: list[str], code: int, out: str, err: str
+) -> None:
+    done = _logs("abc", *arguments)
+    assert done[:2] == (code, out)
+    assert err in done[2] if err else done[2] == ""
 
 
 def test_before_an_attempt_has_output_the_last_ones_end_is_shown(run: RunPaths) -> None:
     for rank in (0, 1):
         run.attempt(2).log(rank).unlink()
     run.attempt(1).log(0).write_text("".join(f"line {number}\n" for number in range(50)))
-    write_record(run.attempt(1), replace(record_of(run.attempt(1)), reason="preempted at step 4"))
+    change_record(run.attempt(1), reason="preempted at step 4")
     code, out, err = _logs("abc")
     assert (code, out.splitlines()) == (0, [f"line {number}" for number in range(50 - FOLLOWED_LINES, 50)])
     assert err.splitlines()[1:] == ["attempt 1: preempted at step 4", "attempt 2: starting"]
@@ -84,20 +84,11 @@ def test_a_queued_attempt_is_announced_with_what_it_waits_for(
 
 
 def test_an_earlier_attempt_that_trained_is_named(run: RunPaths) -> None:
-    first, second = (read_record(run.attempt(number)) for number in (1, 2))
-    assert first is not None and second is not None
     began = {"first_step": "2026-01-01T00:00:00.000Z"}
-    write_record(run.attempt(1), replace(first, events=began, saved_step=239))
+    change_record(run.attempt(1), events=began, saved_step=239)
     assert _logs("abc")[2] == ""
-    write_record(run.attempt(2), replace(second, end="2026-01-01T00:00:01Z"))
+    change_record(run.attempt(2), end="2026-01-01T00:00:01Z")
     assert _logs("abc")[2] == "attempt 2 of 2; attempt 1 trained and saved step 239: --attempt 1\n"
-
-
-def test_an_attempt_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
-    write_status(run, RunStatus(state="cancelled", attempt=2, reason="hpc-train cancel"))
-    done = hpc_train("logs", "abc", "--attempt", "7")
-    assert done.code == 2
-    assert "there is no attempt 7; the run has attempts 1 to 2" in done.err
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
@@ -145,35 +136,24 @@ def test_of_several_runs_each_is_told_apart_and_the_last_can_be_chosen(file: Pat
     assert sorted(line.split() for line in refused.err.splitlines()[1:]) == sorted(expected)
     for seed, paths in by_seed.items():
         paths.attempt(1).log(0).write_text(f"seed {seed}\n")
-    write_record(
-        by_seed[2].attempt(1), replace(record_of(by_seed[2].attempt(1)), start="2999-01-01T00:00:00+00:00")
-    )
+    change_record(by_seed[2].attempt(1), start="2999-01-01T00:00:00+00:00")
     done = _logs("tiny", "--last")
     assert (done[0], done[1]) == (0, "seed 2\n") and "seed=2" in done[2]
 
 
 @pytest.mark.slow
 def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", "logs", "-f", "abc"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-    )
+    process = start("logs", "-f", "abc")
     assert process.stdout is not None
-    assert process.stdout.readline() == b"attempt 2 rank 0\n"
+    assert process.stdout.readline() == "attempt 2 rank 0\n"
     with run.attempt(2).log(0).open("a") as log:
         log.write("more\n")
-    assert process.stdout.readline() == b"more\n"
+    assert process.stdout.readline() == "more\n"
     with run.attempt(2).log(0).open("a") as log:
         log.write("the end, \xe9")
     write_status(run, RunStatus(state="completed", attempt=2))
     out, _ = process.communicate(timeout=HANG_LIMIT_S)
-    assert (process.returncode, out.decode()) == (0, "the end, \xe9")
-
-
-@pytest.mark.slow
-def test_following_an_earlier_attempt_ends_at_once(run: RunPaths) -> None:
-    assert _logs("abc", "-f", "--attempt", "1") == (0, "attempt 1 rank 0\n", "")
+    assert (process.returncode, out) == (0, "the end, \xe9")
 
 
 @pytest.fixture
@@ -190,17 +170,22 @@ def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     return paths
 
 
-def test_where_no_rank_started_the_batch_scripts_output_is_shown(queued: RunPaths) -> None:
-    code, out, err = _logs("abc")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no rank of job 12 has started; its batch script printed:"),
+        pytest.param(["-f"], "failed: job 12 ended before any rank started", marks=pytest.mark.slow),
+    ],
+)
+def test_where_no_rank_started_the_batch_scripts_output_is_shown(
+    queued: RunPaths, options: list[str], message: str
+) -> None:
+    code, out, err = _logs("abc", *options)
     assert (code, out) == (0, "module: nothing is called cuda/99\n")
-    assert "no rank of job 12 has started; its batch script printed:" in err
-
-
-@pytest.mark.slow
-def test_following_a_job_that_ended_before_any_rank_says_why_and_ends(queued: RunPaths) -> None:
-    code, out, err = _logs("-f", "abc")
-    assert (code, out) == (0, "module: nothing is called cuda/99\n")
-    assert "failed: job 12 ended before any rank started" in err
+    assert message in err
+    begin(queued, "11")
+    queued.attempt(1).log(0).write_text("earlier\n")
+    assert _logs("abc", "--attempt", "1")[1] == "earlier\n"
 
 
 @pytest.mark.slow
@@ -212,12 +197,6 @@ def test_a_run_that_ended_before_it_printed_anything_says_why(tmp_path: Path) ->
     assert (done.code, done.err) == (2, "abc: failed before it started: n1 can't write\n")
 
 
-def test_earlier_attempts_logs_stay_to_be_read(queued: RunPaths) -> None:
-    begin(queued, "11")
-    queued.attempt(1).log(0).write_text("earlier\n")
-    assert _logs("abc", "--attempt", "1")[1] == "earlier\n"
-
-
 @pytest.mark.slow
 def test_following_continues_through_a_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
@@ -226,13 +205,7 @@ def test_following_continues_through_a_requeue(tmp_path: Path, monkeypatch: pyte
     begin(paths, "12")
     paths.attempt(1).log(0).write_text("one\n")
     write_status(paths, RunStatus(state="requeued", attempt=1, reason="preempted at step 4"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", "logs", "-f", "abc"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start("logs", "-f", "abc")
     assert process.stdout is not None
     assert process.stdout.readline() == "one\n"
     begin(paths, "12", restart=1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,11 @@ from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.calls import Work, count_calls, work_of
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, succeeded
 from tests.cli.launchers import QUEUE
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
+from tests.run.code.trees import work_tree
 
 #: The files of a run, its folder, and nothing of the experiment's.
 _SYNCS_PER_RUN = 4
@@ -27,37 +28,19 @@ _FEW, _MANY = 3, 9
 def _submit(file: Path, runs: int, monkeypatch: pytest.MonkeyPatch) -> Work:
     def submit() -> None:
         name, seeds = f"name=of{runs}", f"sweep.grid={{seed: {list(range(runs))}}}"
-        done = hpc_train("submit", file, name, seeds, "--launcher", QUEUE)
-        assert done.code == 0, done.err
+        succeeded("submit", file, name, seeds, "--launcher", QUEUE)
 
     return work_of(submit, monkeypatch)
 
 
-@pytest.fixture
-def _work_tree() -> None:
-    """The current folder is one, so that submit asks git for its commit."""
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    Path("model.py").touch()
-    for arguments in (["init", "-q"], ["add", "model.py"], [*identity, "commit", "-q", "-m", "one"]):
-        subprocess.run(["git", *arguments], check=True)
-
-
-@pytest.mark.usefixtures("_work_tree")
-def test_more_runs_start_no_more_programs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (_submit(file, runs, monkeypatch).programs for runs in (_FEW, _MANY))
-    assert len(few) == len(many) > 0
-
-
-def test_a_run_is_created_with_four_fsyncs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_does_constant_work_per_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work_tree(Path(), "model.py")  # so that submit asks git for its commit
     _submit(file, 1, monkeypatch)  # writes the snapshot of the code
-    few, many = (_submit(file, runs, monkeypatch).syncs for runs in (_FEW, _MANY))
-    assert many - few == _SYNCS_PER_RUN * (_MANY - _FEW)
-
-
-def test_submit_opens_a_constant_number_of_files_per_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _submit(file, 1, monkeypatch)
-    counts = [len(_submit(file, runs, monkeypatch).opened) for runs in (3, 6, 9)]
-    assert counts[2] - counts[1] == counts[1] - counts[0] > 0
+    works = [_submit(file, runs, monkeypatch) for runs in (_FEW, 2 * _FEW, _MANY)]
+    assert len({len(work.programs) for work in works}) == 1 and works[0].programs
+    assert [later.syncs - work.syncs for work, later in pairwise(works)] == [_SYNCS_PER_RUN * _FEW] * 2
+    second, third = (len(later.opened) - len(work.opened) for work, later in pairwise(works))
+    assert second == third > 0
 
 
 def test_status_reads_no_file_of_a_run_twice(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,11 @@ import pytest
 from hpc_train.cli import evaluate
 from hpc_train.paths import RunPaths
 from hpc_train.run import find
-from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import read_status, write_status
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.cli.launchers import COMPLETING, FAILING
-from tests.run.runs import small_experiment
+from tests.run.runs import small_run
 from tests.run.test_checkpoints import write_checkpoint
 
 
@@ -39,8 +38,7 @@ def test_an_ambiguous_id_is_printed_with_its_experiment(file: Path, twins: list[
         done = hpc_train(command, name)
         assert name in done.err + done.out, command
     assert name in hpc_train("status").out
-    resumed = hpc_train("resume", name, "--launcher", COMPLETING)
-    assert resumed.code == 0 and f"{name}: completed at step 5/9" in resumed.err
+    assert f"{name}: completed at step 5/9" in stderr_of(0, "resume", name, "--launcher", COMPLETING)
     assert [read_status(paths).state for paths in twins] == ["failed", "completed"]
 
 
@@ -64,8 +62,7 @@ _COMMANDS = (
 def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One of two runs; the tests' user may be root, who can read everything."""
     for seed, run_id in enumerate(("aaa", "bbb")):
-        paths = RunPaths(tmp_path / "runs" / "small" / run_id)
-        assert create_run(paths, small_experiment(seed=seed), run_id, 10)
+        paths = small_run(tmp_path / "runs", run_id, seed=seed)
     is_readable = find.is_readable
     monkeypatch.setattr(find, "is_readable", lambda run: run != paths and is_readable(run))
     monkeypatch.setattr(evaluate, "run_child", lambda *arguments: 0)
@@ -81,5 +78,4 @@ def test_what_is_skipped_is_named(command: list[str], hidden: Path) -> None:
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_a_run_that_may_not_be_read_is_not_unknown(command: list[str], hidden: Path) -> None:
     for word in ("bbb", "small/bbb", str(hidden)):
-        done = hpc_train(command[0], word, *command[1:])
-        assert (done.code, "exists, but you may not read it" in done.err) == (2, True), done
+        assert "exists, but you may not read it" in stderr_of(2, command[0], word, *command[1:])

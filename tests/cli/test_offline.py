@@ -94,20 +94,18 @@ def test_other_problems_are_reported_first_and_names_once_they_are_looked_up() -
     assert _calls
 
 
-def test_weights_of_repositories_that_are_not_named_for_the_model_are_tried() -> None:
-    assert hpc_train("prepare", "exp.yaml", "model.name=timm/eva02_tiny_patch14_224").code == 0
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-
-
-def test_what_may_be_in_a_cache_is_tried_without_retries(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("override", "offline"),
+    [
+        ("model.name=timm/eva02_tiny_patch14_224", "1"),  # its repository is not named for the model
+        ("model.name=timm/resnet18", "1"),  # may be in the cache
+        ("model.pretrained=false", "0"),  # needs no network
+    ],
+)
+def test_what_may_be_in_a_cache_is_tried_without_retries(tmp_path: Path, override: str, offline: str) -> None:
     (tmp_path / "hf" / "hub" / "models--timm--resnet18.a1_in1k").mkdir(parents=True)
-    assert hpc_train("prepare", "exp.yaml").code == 0
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-
-
-def test_without_downloads_no_network_is_needed() -> None:
-    assert hpc_train("prepare", "exp.yaml", "model.pretrained=false").code == 0
-    assert os.environ["HF_HUB_OFFLINE"] == "0"
+    assert hpc_train("prepare", "exp.yaml", override).code == 0
+    assert os.environ["HF_HUB_OFFLINE"] == offline
 
 
 def test_a_mirror_and_a_proxy_are_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.files import read_json
 from hpc_train.run.run_status import read_status
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of, succeeded
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import add_job, begin
 from tests.launchers.slurm.test_submission import _runs
@@ -47,31 +47,20 @@ def run(tmp_path: Path, programs: Programs) -> RunPaths:
     return request.paths
 
 
-def test_cancel_leaves_it_alone(run: RunPaths, programs: Programs) -> None:
-    done = hpc_train("cancel", run.folder)
-    assert done.code == 1
-    assert "its job belongs to cluster there; cancel it there; nothing done" in done.err
+def test_it_is_shown_as_its_folder_has_it_and_left_alone(run: RunPaths, programs: Programs) -> None:
+    assert "job 12 belongs to cluster there, this is here" in hpc_train("status", run.folder).out
+    error = stderr_of(1, "cancel", run.folder)
+    assert "its job belongs to cluster there; cancel it there; nothing done" in error
     assert not programs.calls("scancel") and not run.cancelled.exists()
-    assert read_status(run).state == "running"
-
-
-def test_status_shows_it_as_its_folder_has_it(run: RunPaths) -> None:
-    done = hpc_train("status", run.folder)
-    assert "job 12 belongs to cluster there, this is here" in done.out
+    error = stderr_of(1, "resume", run.folder)
+    assert "is running on cluster there: resume or cancel it there; if there is gone, " in error
+    assert f"`hpc-train resume {run.folder.name} --take-over` continues it here" in error
+    assert not programs.calls("sbatch") and newest_number(run) == 1
     assert read_status(run).state == "running", "a queue without the job proves nothing"
 
 
-def test_resume_is_refused_and_names_the_option(run: RunPaths, programs: Programs) -> None:
-    done = hpc_train("resume", run.folder)
-    assert done.code == 1
-    assert "is running on cluster there: resume or cancel it there; if there is gone, " in done.err
-    assert f"`hpc-train resume {run.folder.name} --take-over` continues it here" in done.err
-    assert not programs.calls("sbatch") and newest_number(run) == 1
-
-
 def test_with_take_over_it_is_submitted_here(run: RunPaths, programs: Programs) -> None:
-    done = hpc_train("resume", run.folder, "--take-over")
-    assert done.code == 0, done.err
+    succeeded("resume", run.folder, "--take-over")
     assert [call.startswith("--test-only") for call in programs.calls("sbatch")] == [True, False]
     facts = read_json(run.run) or {}
     assert (job_ids(facts), facts["slurm_clusters"]) == (["12", "34"], ["there", "here"])
@@ -81,6 +70,5 @@ def test_with_take_over_it_is_submitted_here(run: RunPaths, programs: Programs) 
 def test_its_own_clusters_run_is_not_taken_over(run: RunPaths, programs: Programs) -> None:
     programs.put("scontrol", 'printf "ClusterName = there\\nMaxArraySize = 1001\\n"')
     programs.put("squeue", "printf '%s\\x1f' 12 RUNNING None 0 '' '' 0 n1 tiny /x.sh")
-    done = hpc_train("resume", run.folder, "--take-over")
-    assert done.code == 1 and "`hpc-train cancel" in done.err
+    assert "`hpc-train cancel" in stderr_of(1, "resume", run.folder, "--take-over")
     assert not programs.calls("sbatch")

@@ -2,23 +2,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
+from hpc_train.cli.parallel_runs import Slots, slot_environment
+from hpc_train.cli.preflight import devices_per_run
 from hpc_train.errors import UsageError
-from hpc_train.paths import runs_root
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import read_status
-from tests.cli.commands import REPOSITORY, hpc_train
-from tests.cli.launchers import COMPLETING, SCRIPTED
+from tests.cli.commands import hpc_train, ready_runs, submitted
+from tests.cli.launchers import COMPLETING
 from tests.end_to_end.runs import wait_for
 from tests.waiting import HANG_LIMIT_S
 
-_COMMAND = (sys.executable, "-m", "hpc_train")
 _GRID = "sweep.grid={seed: [1, 2, 3]}"
 
 
@@ -57,34 +54,16 @@ def test_runs_under_nohup_outlive_their_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def _submit(file: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*_COMMAND, "submit", str(file), "--local", "--launcher", SCRIPTED, "--jobs", "2", _GRID],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _ready() -> list[Path]:
-    return [path.parent for path in runs_root().glob("*/[!.]*/ready")]
-
-
 @pytest.mark.slow
 def test_so_many_runs_train_at_a_time_and_the_next_follows(file: Path) -> None:
-    process = _submit(file)
-    try:
-        wait_for(lambda: len(_ready()) == 2, "two runs at once", HANG_LIMIT_S)
+    with submitted(file, "--local", "--jobs", "2", _GRID) as process:
+        wait_for(lambda: len(ready_runs()) == 2, "two runs at once", HANG_LIMIT_S)
         assert len(find_runs([])) == 2, "the third waits for a slot"
-        (_ready()[0] / "go").touch()
-        wait_for(lambda: len(_ready()) == 3, "the third run", HANG_LIMIT_S)
-        for folder in _ready():
-            (folder / "go").touch()
+        (ready_runs()[0].folder / "go").touch()
+        wait_for(lambda: len(ready_runs()) == 3, "the third run", HANG_LIMIT_S)
+        for paths in ready_runs():
+            (paths.folder / "go").touch()
         out, err = process.communicate(timeout=HANG_LIMIT_S)
-    finally:
-        process.kill()
     assert process.returncode == 0, err
     assert out.count("completed") == 3 and "run 3 of 3: " in err
     assert [read_status(paths).state for paths in find_runs([])] == ["completed"] * 3
@@ -92,13 +71,10 @@ def test_so_many_runs_train_at_a_time_and_the_next_follows(file: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_all_that_train_and_starts_no_more(file: Path) -> None:
-    process = _submit(file)
-    try:
-        wait_for(lambda: len(_ready()) == 2, "two runs at once", HANG_LIMIT_S)
+    with submitted(file, "--local", "--jobs", "2", _GRID) as process:
+        wait_for(lambda: len(ready_runs()) == 2, "two runs at once", HANG_LIMIT_S)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=HANG_LIMIT_S)
-    finally:
-        process.kill()
     assert process.returncode == 130, err
     assert "1 more runs were not started" in err
     assert all((paths.folder / "saved").exists() for paths in find_runs([])) and len(find_runs([])) == 2

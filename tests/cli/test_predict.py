@@ -15,9 +15,8 @@ from hpc_train.cli import evaluate
 from hpc_train.cli.evaluate import say_skipped, write_rows
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.run.runs import small_run
-from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 ROWS = [
     {"index": 0, "file": "a,b.png", "class": "cat", "probability": 0.5, "top": [{"class": "cat"}]},
@@ -48,10 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
         ("evaluate data.root=x", "evaluate: names no run; give a run id"),
         ("evaluate nosuch", "no run or experiment of this name"),
         ("evaluate abc", "has no checkpoint yet; try again once it has saved one"),
-        (
-            "evaluate abc model.name=gpt",
-            "model.name: can't be changed in an evaluation, since the",
-        ),
+        ("evaluate abc model.name=gpt", "model.name: can't be changed in an evaluation, since the"),
         ("evaluate abc optimization.steps=3", "optimization.steps: can't be changed in an evaluation"),
         ("evaluate abc data.rot=3", "did you mean root?"),
         ("evaluate abc --code old", "--code: unknown value 'old'"),
@@ -60,7 +56,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_mistakes_are_named_before_any_rank_starts(
     run: RunPaths, words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(run.folder.parents[1]))
     monkeypatch.chdir(tmp_path)
     Path("there.csv").touch()
     Path("link.csv").symlink_to("there.csv")
@@ -75,28 +70,21 @@ def test_mistakes_are_named_before_any_rank_starts(
         (["--best"], "has no best checkpoint; omit --best, or train with checkpoint.best"),
     ],
 )
-def test_a_checkpoint_that_is_not_there_is_named(run: RunPaths, options: list[str], said: str) -> None:
-    begin_attempt(run, 1)
-    for step in (5, 10):
-        write_checkpoint(run, step, attempt=1)
-    done = hpc_train("evaluate", run.folder, *options)
-    assert done.code == 2 and said in done.err
+def test_a_checkpoint_that_is_not_there_is_named(saved: RunPaths, options: list[str], said: str) -> None:
+    assert said in stderr_of(2, "evaluate", saved.folder, *options)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "causal_lm"])
 def test_a_task_that_cant_predict_is_refused(task: str, tmp_path: Path) -> None:
     run = small_run(tmp_path / "runs", task=task, **OWN_PARTS)
-    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
-    assert done.code == 2
-    assert f"task: {task} can't predict; classification, regression, detection and your own tasks" in done.err
+    error = stderr_of(2, "predict", run.folder, "-o", tmp_path / "out.csv")
+    assert f"task: {task} can't predict; classification, regression, detection and your own tasks" in error
 
 
 def test_boxes_are_refused_as_a_table(tmp_path: Path) -> None:
     run = small_run(tmp_path / "runs", task="detection", **OWN_PARTS)
-    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
-    assert (
-        done.code == 2 and "-o: predictions of detection can't be written as .csv; name a .jsonl" in done.err
-    )
+    error = stderr_of(2, "predict", run.folder, "-o", tmp_path / "out.csv")
+    assert "-o: predictions of detection can't be written as .csv; name a .jsonl" in error
     assert "has no checkpoint yet" in hpc_train("predict", run.folder, "-o", tmp_path / "out.jsonl").err
 
 

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, write_record
+from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
@@ -16,7 +15,7 @@ from tests.cli.launchers import COMPLETING
 from tests.cli.test_clean import answer
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
-from tests.run.runs import record_of, small_run
+from tests.run.runs import change_record, small_run
 
 
 @pytest.fixture
@@ -65,17 +64,14 @@ def test_code_goes_with_the_last_run_that_uses_it(file: Path) -> None:
     assert not code.exists()
 
 
-@pytest.mark.parametrize("state", ["pending", "running", "requeued"])
+@pytest.mark.parametrize("state", ["pending", "running", "requeued", "failed"])
 def test_a_run_that_goes_on_is_refused(run: RunPaths, state: str) -> None:
+    why = f"abc: is {state}; end it with `hpc-train cancel abc` first"
+    if state == "failed":  # whose launcher is still ending it
+        claim_attempt(run, "local")
+        why = "end it with `hpc-train cancel abc` first"
     write_status(run, RunStatus(state=state))
-    _refused(
-        hpc_train("rm", "abc", "--yes"), run, f"abc: is {state}; end it with `hpc-train cancel abc` first"
-    )
-
-
-def test_a_run_whose_launcher_still_ends_it_is_refused(run: RunPaths) -> None:
-    claim_attempt(run, "local")
-    _refused(hpc_train("rm", "abc", "--yes"), run, "end it with `hpc-train cancel abc` first")
+    _refused(hpc_train("rm", "abc", "--yes"), run, why)
 
 
 def test_without_slurm_only_completed_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +104,7 @@ def test_another_users_run_is_refused(run: RunPaths, monkeypatch: pytest.MonkeyP
 
 def test_a_run_that_somebody_starts_meanwhile_stays(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_and_agree(count: int) -> bool:
-        number = claim_attempt(run, "local")
-        write_record(run.attempt(number), replace(record_of(run.attempt(number)), ranks=1))
+        change_record(run.attempt(claim_attempt(run, "local")), ranks=1)
         return True
 
     monkeypatch.setattr("hpc_train.cli.clean._agreed", start_and_agree)

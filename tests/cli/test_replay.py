@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +11,13 @@ from hpc_train.cli.replay import _replayed
 from hpc_train.paths import RunPaths
 from hpc_train.report.replayed_steps import Replay, replay_text
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import hpc_train
-from tests.run.runs import small_run
-from tests.run.test_checkpoints import begin_attempt, write_checkpoint
+from tests.cli.commands import stderr_of
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    paths = small_run(tmp_path / "runs")
-    begin_attempt(paths, 1)
-    for step in (5, 10):
-        write_checkpoint(paths, step, attempt=1)
-    write_status(paths, RunStatus(total_steps=20))
-    return paths
+def run(saved: RunPaths) -> RunPaths:
+    write_status(saved, RunStatus(total_steps=20))
+    return saved
 
 
 @pytest.mark.parametrize(
@@ -66,8 +59,7 @@ def test_mistakes_are_named_before_any_rank_starts(
     run: RunPaths, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LocalLauncher", None)
-    done = hpc_train("replay", *words)
-    assert done.code == 2 and message in done.err, done.err
+    assert message in stderr_of(2, "replay", *words)
 
 
 @pytest.mark.parametrize(("first", "begin"), [(1, 0), (5, 0), (6, 5), (10, 5), (11, 10), (20, 10)])
@@ -82,17 +74,16 @@ def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:
     batch = {"number": rank, "loss": 1.0 + rank, "samples": [rank, 7], "files": [], "texts": ["a\tb", "c"]}
     digest = {"samples": "0a", "loss": 1.5, "grad_norm": None, "attempt": 0}
     of_first = {"digest": digest, "recorded": digest | {"attempt": 1}} if rank == 0 else {}
-    return (
-        {"step": step, "learning_rate": 0.1, "micro_batches": [batch], "squares": {"a": 9.0, f"b{rank}": 4.0}}
-        | {"non_finite": None, "ranges": {"a": [-1.0, 2.0 + rank, 6.0, 4.0], "nan": [float("nan")] * 4}}
-        | of_first
-        | changes
-    )
+    return {
+        "step": step, "learning_rate": 0.1, "micro_batches": [batch], "squares": {"a": 9.0, f"b{rank}": 4.0},
+        "non_finite": None, "ranges": {"a": [-1.0, 2.0 + rank, 6.0, 4.0], "nan": [float("nan")] * 4},
+        **of_first, **changes,
+    }  # fmt: skip
 
 
 def text_of(*ranks: dict[str, Any], names: list[str] | None = None) -> str:
     replayed = _replayed([], [[rank] for rank in ranks], names or ["samples", "loss", "grad_norm"])
-    answer = Replay(version=1, id="a", path="a", checkpoint=0, ranks=2, ranks_of_run=2, replays=[replayed])
+    answer = Replay(id="a", path="a", checkpoint=0, ranks=2, ranks_of_run=2, replays=[replayed])
     return "\n".join(replay_text(answer))
 
 
@@ -106,19 +97,19 @@ def test_parts_of_ranks_are_added_up() -> None:
     assert [row[:2] for row in rows if row[-1:] in (["a\\tb"], ["c"])] == [
         ["1", "a\\tb"], ["7", "c"], ["0", "a\\tb"], ["7", "c"],
     ], "the highest loss first"  # fmt: skip
+    batch = {"number": 0, "samples": [5], "files": [], "texts": []}
+    for losses in ([None, 2.5], [2.5, None]):
+        ranks = [line(4, rank, micro_batches=[batch | {"loss": losses[rank]}]) for rank in (0, 1)]
+        rows = [row.split() for row in text_of(*ranks).splitlines()]
+        assert ["0", "2.5", "5"] in rows, "of ranks with the same samples, one has the loss"
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
         (
-            {
-                "where": "output",
-                "micro_batch": 1,
-                "module": "a.b",
-                "class": "Linear",
-                "has_finite_weights": False,
-            },
+            {"where": "output", "micro_batch": 1, "module": "a.b", "class": "Linear"}
+            | {"has_finite_weights": False},
             "of micro-batch 1: the output of a.b (Linear), whose weights are not finite",
         ),
         (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths, runs_root
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.report.made_runs import made_sweep
 
 
@@ -42,8 +42,7 @@ def test_a_page_replaces_nothing_but_a_page(runs: list[RunPaths]) -> None:
         ("none/report.html", 74, "there is no folder none; make the folder first"),
         (runs[0].folder / "report.html", 2, "inside run folder"),
     ):
-        done = hpc_train("report", "sweep", "-o", target)
-        assert (done.code, words in done.err) == (code, True), done.err
+        assert words in stderr_of(code, "report", "sweep", "-o", target)
     assert hpc_train("report", "other", "-o", "report.html").code == 2
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,19 +14,16 @@ from hpc_train.errors import TryAgainError
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.lookup import load_launcher
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, newest_number, read_record, tell_end, write_record
+from hpc_train.run.attempts import claim_attempt, newest_number
 from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import find_runs
-from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, python
+from tests.cli.commands import hpc_train, python, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
-from tests.run.runs import record_of
+from tests.run.runs import change_facts, change_record, record_of
 from tests.run.test_checkpoints import write_checkpoint
-from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -42,17 +38,13 @@ def _resume(*arguments: str | Path) -> int:
     return hpc_train("resume", *arguments).code
 
 
-def test_a_failed_run_continues_in_its_next_attempt(failed: RunPaths) -> None:
-    done = hpc_train("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
-    assert done.code == 0
-    assert [request.attempt for request in requests] == [1, 2]
-    assert json.loads(done.out)["runs"][0]["state"] == "completed"
-
-
-def test_the_step_that_it_continues_from_is_said_first(failed: RunPaths) -> None:
+def test_a_failed_run_continues_in_its_next_attempt_until_it_is_completed(failed: RunPaths) -> None:
     write_checkpoint(failed, 4, attempt=1)
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
+    done = succeeded("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
     assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
+    assert json.loads(done.out)["runs"][0]["state"] == "completed"
+    assert "completed already" in stderr_of(0, "resume", failed.folder)
+    assert [request.attempt for request in requests] == [1, 2]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_said_to_start_at_step_0(failed: RunPaths) -> None:
@@ -67,15 +59,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_said_to_start_at_step_0(
 
 
 def test_a_run_that_diverged_warns_that_it_will_again_unless_something_changes(failed: RunPaths) -> None:
-    record = record_of(failed.attempt(1))
-    write_record(failed.attempt(1), replace(record, cause="diverged", reason="loss is NaN at step 7"))
-    warning = (
-        f"{failed.folder.name}: its last attempt diverged (loss is NaN at step 7)\n  resuming it unchanged"
-    )
+    change_record(failed.attempt(1), cause="diverged", reason="loss is NaN at step 7")
+    warning = "its last attempt diverged (loss is NaN at step 7)\n  resuming it unchanged"
     done = hpc_train("resume", failed.folder)
-    assert warning in done.err and "  half the learning rate: `hpc-train submit " in done.err
+    assert f"{failed.folder.name}: {warning}" in done.err
+    assert "  half the learning rate: `hpc-train submit " in done.err
     assert [request.attempt for request in requests] == [1, 2], "it resumes all the same"
-    write_record(failed.attempt(2), replace(record, attempt=2, cause="diverged"))
+    change_record(failed.attempt(2), cause="diverged")
     assert "would diverge" not in hpc_train("resume", failed.folder, "checkpoint.every_min=5").err
 
 
@@ -88,13 +78,6 @@ def test_devices_of_a_resume(failed: RunPaths, options: list[str], code: int, de
     assert [request.devices for request in requests] == [3, devices]
 
 
-def test_a_completed_run_says_so(failed: RunPaths) -> None:
-    _resume(failed.folder, "--launcher", COMPLETING)
-    done = hpc_train("resume", failed.folder)
-    assert (done.code, "completed already" in done.err) == (0, True)
-    assert len(requests) == 2
-
-
 def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "optimization.optimizer.lr=0.5", "name=other")
     assert done.code == 2
@@ -102,8 +85,7 @@ def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
     own = "optimization.optimizer.lr=0.5 name=other"
     assert f"exp.yaml {own} --launcher {FAILING}`" in done.err
     assert "model.init_from" not in done.err
-    done = hpc_train("resume", failed.folder, "parallel.sync_batchnorm=true")
-    assert (done.code, "would make" in done.err) == (2, True)
+    assert "would make" in stderr_of(2, "resume", failed.folder, "parallel.sync_batchnorm=true")
     write_checkpoint(failed, 5, attempt=1)
     done = hpc_train("resume", failed.folder, "optimization.epochs=9")
     assert f"exp.yaml optimization.epochs=9 model.init_from={failed.folder.name} --launcher" in done.err
@@ -121,22 +103,20 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
     assert changes == {"2": ["parallel.strategy=fsdp", "data.workers=2"], "3": ["data.workers=1"]}
 
 
-def test_changes_that_ranks_refused_are_dropped_from_later_attempts(failed: RunPaths) -> None:
+@pytest.mark.parametrize("again", [[], ["parallel.strategy=fsdp"]])
+def test_changes_that_ranks_refused_are_dropped_unless_requested_again(
+    failed: RunPaths, again: list[str]
+) -> None:
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     assert done.code == 65
     way_on = f"`hpc-train resume {failed.folder.name}` omits parallel.strategy=fsdp and starts at step 0"
     assert way_on in done.err
     assert done.err.count("this model can't be cut") == 1, "not a second time in its state"
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert "omits parallel.strategy=fsdp, with which the last attempt was refused" in done.err
-    assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "ddp"]
-
-
-def test_refused_changes_can_be_requested_again(failed: RunPaths) -> None:
-    _resume(failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
-    done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", COMPLETING)
-    assert (done.code, "omits" in done.err) == (0, False)
-    assert requests[-1].experiment.parallel.strategy == "fsdp"
+    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING, *again)
+    dropped = "omits parallel.strategy=fsdp, with which the last attempt was refused"
+    assert (done.code, dropped in done.err, "omits" in done.err) == (0, not again, not again)
+    last = "fsdp" if again else "ddp"
+    assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", last]
 
 
 def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
@@ -149,40 +129,8 @@ def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) 
 def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths, options: list[str]) -> None:
     claim_attempt(failed, "local")  # by this process
     write_status(failed, RunStatus(state="running", attempt=2))
-    done = hpc_train("resume", failed.folder, *options)
-    assert (done.code, f"process {os.getpid()}" in done.err) == (1, True)
+    assert f"process {os.getpid()}" in stderr_of(1, "resume", failed.folder, *options)
     assert (len(requests), newest_number(failed)) == (1, 2)
-
-
-def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) -> None:
-    environment = os.environ | {"HPC_TRAIN_ATTEMPT": "1", "HPC_TRAIN_RUN_FOLDER": str(failed.folder)}
-    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)
-    try:
-        process = Process.of(rank.pid)
-        record = read_record(failed.attempt(1))
-        assert process is not None and record is not None
-        dead = replace(process, start_ticks=process.start_ticks - 1)
-        changes = {"launcher": "local", "rank_processes": [process], "launcher_process": dead, "end": None}
-        write_record(failed.attempt(1), replace(record, **changes))
-        write_status(failed, replace(read_status(failed), state="running"))
-        assert _resume(failed.folder, "--launcher", COMPLETING) == 0
-        assert rank.wait(HANG_LIMIT_S) == -9
-    finally:
-        rank.kill()
-        rank.communicate()
-
-
-def test_a_run_that_others_may_write_is_not_resumed(
-    failed: RunPaths,
-) -> None:
-    """Whoever swapped the run folder would choose the factory that is imported and called."""
-    failed.folder.parent.chmod(0o775)
-    ended = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert ended.code == 1
-    assert f"`chmod go-w {failed.folder.parent}`" in ended.err
-    assert newest_number(failed) == 1
-    failed.folder.parent.chmod(0o755)
-    assert _resume(failed.folder, "--launcher", COMPLETING) == 0
 
 
 def test_an_unsafe_run_loads_nothing(
@@ -190,12 +138,9 @@ def test_an_unsafe_run_loads_nothing(
 ) -> None:
     (tmp_path / "planted_launcher.py").write_text("raise SystemExit('planted')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    facts = read_json(failed.run)
-    assert facts is not None
-    write_json(failed.run, facts | {"launcher": "planted_launcher:Launcher"})
+    change_facts(failed, launcher="planted_launcher:Launcher")
     failed.folder.chmod(0o770)
-    ended = hpc_train("resume", failed.folder)
-    assert (ended.code, "`chmod go-w" in ended.err) == (1, True), ended.err
+    assert "`chmod go-w" in stderr_of(1, "resume", failed.folder)
     assert "planted_launcher" not in sys.modules
 
 
@@ -225,56 +170,46 @@ def test_the_second_of_two_resumes_changes_nothing(failed: RunPaths, monkeypatch
 def _on_a_machine_that_is_gone(paths: RunPaths, silent_min: float) -> None:
     """Leave the run as a host leaves it that vanishes while it trains."""
     number = claim_attempt(paths, "local")
-    record = record_of(paths.attempt(number))
-    assert record.launcher_process is not None
-    there = replace(record.launcher_process, host="spot-7", boot_id="another")
-    write_record(paths.attempt(number), replace(record, launcher_process=there))
+    process = record_of(paths.attempt(number)).launcher_process
+    assert process is not None
+    there = replace(process, host="spot-7", boot_id="another")
+    change_record(paths.attempt(number), launcher_process=there)
     paths.attempt(number).heartbeat("spot-7").write_text("{}")
     write_status(paths, RunStatus("running", 4, 9, attempt=number))
-    facts = json.loads(paths.run.read_text())
-    paths.run.write_text(json.dumps(facts | {"launcher": "local"}))
+    change_facts(paths, launcher="local")
     then = time.time() - 60 * silent_min
     for path in (paths.status, *paths.attempt(number).folder.iterdir()):
         os.utime(path, (then, then))
 
 
-def test_a_run_whose_machine_is_gone_continues_after_ten_silent_minutes(failed: RunPaths) -> None:
+@pytest.mark.parametrize("command", ["resume", "cancel", "clean"])
+def test_a_run_whose_machine_is_gone_is_over_after_ten_silent_minutes(failed: RunPaths, command: str) -> None:
+    option = {"resume": ["--launcher", COMPLETING], "clean": ["--yes"]}.get(command, [])
+    _on_a_machine_that_is_gone(failed, 2)
+    refused = hpc_train(command, failed.folder, *option)
+    assert refused.code == 1
+    assert command != "cancel" or "once it has been silent for 10 min" in refused.err
     _on_a_machine_that_is_gone(failed, 11)
     assert "failed" in hpc_train("status", failed.folder).out
     assert read_status(failed).state == "running", "it may only be cut off"
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert done.code == 0, done.err
-    assert requests[-1].attempt == 3
+    assert hpc_train(command, failed.folder, *option).code == 0
+    states = {"resume": "completed", "cancel": "cancelled", "clean": "running"}
+    assert read_status(failed).state == states[command]
 
 
 def test_a_run_whose_machine_is_gone_can_be_submitted_again(failed: RunPaths, file: Path) -> None:
     _on_a_machine_that_is_gone(failed, 60 * 24 * 3)
     write_checkpoint(failed, 4, attempt=2)
-    done = hpc_train("submit", file, "--local", "--launcher", FAILING)
-    assert done.code == 1
-    assert "failed (no sign of life from spot-7 for 3 days)" in done.err
-    assert f"`hpc-train resume {failed.folder.name}` continues from step 4" in done.err
+    error = stderr_of(1, "submit", file, "--local", "--launcher", FAILING)
+    assert "failed (no sign of life from spot-7 for 3 days)" in error
+    assert f"`hpc-train resume {failed.folder.name}` continues from step 4" in error
 
 
-@pytest.mark.parametrize("command", ["cancel", "clean"])
-def test_a_run_whose_machine_is_gone_can_be_cancelled_and_cleaned(failed: RunPaths, command: str) -> None:
-    option = ["--yes"] if command == "clean" else []
+def test_a_run_with_a_recent_heartbeat_needs_the_named_option_to_resume(failed: RunPaths) -> None:
     _on_a_machine_that_is_gone(failed, 2)
-    refused = hpc_train(command, failed.folder, *option)
-    assert refused.code == 1 and (command == "clean" or "once it has been silent for 10 min" in refused.err)
-    _on_a_machine_that_is_gone(failed, 11)
-    assert hpc_train(command, failed.folder, *option).code == 0
-    assert read_status(failed).state == ("cancelled" if command == "cancel" else "running")
-
-
-def test_a_run_with_a_recent_heartbeat_needs_the_named_option_to_resume(
-    failed: RunPaths,
-) -> None:
-    _on_a_machine_that_is_gone(failed, 2)
-    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert done.code == 1
-    assert "may still run on spot-7 (last sign of life 2 min ago)" in done.err
-    assert f"`hpc-train resume {failed.folder.name} --take-over`" in done.err
+    error = stderr_of(1, "resume", failed.folder, "--launcher", COMPLETING)
+    assert "may still run on spot-7 (last sign of life 2 min ago)" in error
+    assert f"`hpc-train resume {failed.folder.name} --take-over`" in error
     assert newest_number(failed) == 2
     assert hpc_train("resume", failed.folder, "--take-over", "--launcher", COMPLETING).code == 0
     assert requests[-1].attempt == 3
@@ -290,13 +225,11 @@ def test_changes_of_an_active_run_are_checked_and_lead_to_cancel_and_resume(file
     hpc_train("submit", file, "--launcher", QUEUE)
     (paths,) = find_runs([])
     run = paths.folder.name
-    done = hpc_train("resume", run, "slurm.time_limit=2h")
-    assert done.code == 1
-    assert f"`hpc-train cancel {run} && hpc-train resume {run} slurm.time_limit=2h`" in done.err
+    error = stderr_of(1, "resume", run, "slurm.time_limit=2h")
+    assert f"`hpc-train cancel {run} && hpc-train resume {run} slurm.time_limit=2h`" in error
     assert "to apply" not in hpc_train("resume", run).err
     assert hpc_train("resume", run, "slurm.time_limit=soon").code == 65
-    done = hpc_train("resume", run, "seed=5")
-    assert (done.code, "seed: would make" in done.err) == (2, True)
+    assert "seed: would make" in stderr_of(2, "resume", run, "seed=5")
     assert len(queued) == 1
 
 
@@ -326,9 +259,7 @@ def test_a_run_that_another_launcher_has_queued_is_refused(failed: RunPaths, sta
     done = python("-m", "hpc_train", "resume", failed.folder, "--launcher", QUEUEING)
     assert (done.code, "queued" in done.err) == (0, True), done.err
     write_status(failed, RunStatus(state=state, attempt=2))
-    done = hpc_train("resume", failed.folder)
-    assert done.code == 1
-    assert f"is {state} with launcher {QUEUEING}" in done.err
+    assert f"is {state} with launcher {QUEUEING}" in stderr_of(1, "resume", failed.folder)
     assert read_status(failed).state == state
     assert newest_number(failed) == 2
 
@@ -345,8 +276,7 @@ def cancelled(file: Path) -> list[RunPaths]:
 
 
 def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: list[RunPaths]) -> None:
-    done = hpc_train("resume", "tiny", "slurm.nodes=3", "data.workers=2")
-    assert done.code == 0, done.err
+    done = succeeded("resume", "tiny", "slurm.nodes=3", "data.workers=2")
     assert [run.paths for run in queued[-1]] == cancelled
     assert [run.experiment.data.workers for run in queued[-1]] == [2, 2]
     slurm = queued[-1][0].experiment.slurm
@@ -359,9 +289,8 @@ def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: li
 def test_a_run_that_has_used_its_gpu_hours_is_resumed_with_more_only(cancelled: list[RunPaths]) -> None:
     run = cancelled[0]
     number = claim_attempt(run, QUEUE, job="7", hosts=["n1", "n2"])
-    record = record_of(run.attempt(number))
     began, ended = "2026-11-01T00:00:00+00:00", "2026-11-01T03:00:00+00:00"
-    write_record(run.attempt(number), replace(record, start=began, end=ended))
+    change_record(run.attempt(number), start=began, end=ended)
     write_status(run, RunStatus("cancelled", attempt=number))
     budget = ("slurm.gpus_per_node=4", "slurm.max_gpu_hours=24")
     done = hpc_train("resume", run.folder, *budget)
@@ -378,34 +307,20 @@ def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) 
     assert experiment.slurm is not None and experiment.slurm.nodes == 3
 
 
-def test_changes_that_ranks_of_a_queue_refused_are_dropped(cancelled: list[RunPaths]) -> None:
-    run = cancelled[0]
-    assert _resume(run.folder, "parallel.strategy=fsdp") == 0
-    number = claim_attempt(run, QUEUE, job="7")
-    tell_end(run.attempt(number), 1, 65)
-    write_status(run, RunStatus("failed", attempt=number))
-    done = hpc_train("resume", run.folder)
-    assert "omits parallel.strategy=fsdp" in done.err
-    assert [entered[0].experiment.parallel.strategy for entered in queued[-2:]] == ["fsdp", "ddp"]
-
-
 def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]) -> None:
     files = [path for run in cancelled for path in (run.run, run.status, run.cancelled)]
     before = [path.read_text() for path in files]
+    assert "--devices: is for this machine" in stderr_of(2, "resume", "tiny", "--devices", "2")
     refusals.append("slurm.nodes: too many")
-    done = hpc_train("resume", "tiny", "slurm.nodes=3")
-    assert (done.code, "slurm.nodes: too many" in done.err) == (65, True)
+    assert "slurm.nodes: too many" in stderr_of(65, "resume", "tiny", "slurm.nodes=3")
     assert [path.read_text() for path in files] == before
 
 
-def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(
-    cancelled: list[RunPaths],
-) -> None:
+def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(cancelled: list[RunPaths]) -> None:
     for paths in cancelled:
         write_status(paths, RunStatus("pending"))
     (cancelled[1].folder / "unsubmitted").touch()
-    done = hpc_train("resume", "tiny")
-    assert (done.code, "is pending on a queue; `hpc-train cancel" in done.err) == (1, True)
+    assert "is pending on a queue; `hpc-train cancel" in stderr_of(1, "resume", "tiny")
     assert [run.paths for run in queued[-1]] == [cancelled[1]]
 
 
@@ -420,15 +335,9 @@ def test_a_run_of_a_queue_continues_here_and_back(cancelled: list[RunPaths]) -> 
     assert queued[-1][0].paths == run
 
 
-def test_devices_are_none_of_a_queue(cancelled: list[RunPaths]) -> None:
-    done = hpc_train("resume", "tiny", "--devices", "2")
-    assert (done.code, "--devices: is for this machine" in done.err) == (2, True)
-
-
 def test_slurm_needs_its_section(failed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.launchers.slurm.sbatch.check_programs", lambda: None)
-    done = hpc_train("resume", failed.folder, "--launcher", "slurm")
-    assert (done.code, "slurm: is missing" in done.err) == (65, True)
+    assert "slurm: is missing" in stderr_of(65, "resume", failed.folder, "--launcher", "slurm")
 
 
 def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
@@ -439,54 +348,46 @@ def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
     assert _resume(cancelled[0].folder, "sweep.list=[{seed: 3}]") == 2
 
 
-def test_a_run_is_not_resumed_on_other_data(file: Path, tmp_path: Path) -> None:
-    one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))
-    data = f"data={{name: imagefolder, root: {one}, image_size: 8}}"
-    hpc_train("submit", file, data, "--local", "--launcher", FAILING)
-    (paths,) = find_runs([])
-    write_checkpoint(paths, 3, attempt=1)
-    done = hpc_train("resume", paths.folder, f"data.root={two}", "--launcher", COMPLETING)
-    assert done.code == 65
-    assert f"data.root: the files are not those that {paths.folder.name} was trained on so far" in done.err
-    copy = shutil.copytree(one, tmp_path / "copy")
-    assert _resume(paths.folder, f"data.root={copy}", "--launcher", COMPLETING) == 0
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders of other images."""
+    return write_images(tmp_path / "one"), write_images(tmp_path / "two", classes=3)
 
 
-def _with_images(file: Path, tmp_path: Path, launcher: str) -> tuple[RunPaths, Path]:
-    """Return a run of a folder of images, and the folder."""
-    root = write_images(tmp_path / "images")
-    overrides = [f"data={{name: imagefolder, root: {root}, image_size: 32}}", "model.name=timm/resnet18"]
-    done = hpc_train("submit", file, "--launcher", launcher, *overrides)
+def _on_images(file: Path, root: Path, launcher: str = FAILING) -> RunPaths:
+    data = f"data={{name: imagefolder, root: {root}, image_size: 32}}"
+    done = hpc_train("submit", file, "--launcher", launcher, data, "model.name=timm/resnet18")
     assert find_runs([]), done.err
-    return find_runs([])[0], root
+    return find_runs([])[0]
 
 
-def test_a_run_whose_data_are_gone_from_this_machine_is_not_resumed(file: Path, tmp_path: Path) -> None:
-    run, root = _with_images(file, tmp_path, FAILING)
-    shutil.rmtree(root)
-    done = hpc_train("resume", run.folder)
-    assert done.code == 65 and f"data.root: {root} does not exist on this machine" in done.err
+def test_a_run_is_not_resumed_on_other_data(file: Path, roots: tuple[Path, Path], tmp_path: Path) -> None:
+    run = _on_images(file, roots[0])
+    write_checkpoint(run, 3, attempt=1)
+    error = stderr_of(65, "resume", run.folder, f"data.root={roots[1]}", "--launcher", COMPLETING)
+    assert f"data.root: the files are not those that {run.folder.name} was trained on so far" in error
+    shutil.move(roots[0], tmp_path / "moved")
+    assert f"data.root: {roots[0]} does not exist on this machine" in stderr_of(65, "resume", run.folder)
     assert newest_number(run) == 1
+    assert _resume(run.folder, f"data.root={tmp_path / 'moved'}", "--launcher", COMPLETING) == 0
 
 
-def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, tmp_path: Path) -> None:
-    run, root = _with_images(file, tmp_path, QUEUE)
+def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, roots: tuple[Path, Path]) -> None:
+    root = roots[0]
+    run = _on_images(file, root, QUEUE)
     write_status(run, RunStatus("cancelled"))
     shutil.rmtree(root / "train")
-    done = hpc_train("resume", run.folder)
-    assert done.code == 65 and f"data.root: {root} has no folder train" in done.err
+    assert f"data.root: {root} has no folder train" in stderr_of(65, "resume", run.folder)
     shutil.rmtree(root)
     root.mkdir()  # only the nodes mount it
     assert hpc_train("resume", run.folder).code == 0
 
 
-def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, tmp_path: Path) -> None:
+def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, roots: tuple[Path, Path]) -> None:
     """Its folder was wrong, say: submitted again, it is the run of the data that it was trained on."""
-    one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))
-    data = "data={{name: imagefolder, root: {}, image_size: 8}}"
-    hpc_train("submit", file, data.format(one), "--local", "--launcher", FAILING)
-    (paths,) = find_runs([])
-    assert _resume(paths.folder, f"data.root={two}", "--launcher", COMPLETING) == 0
-    again = ("submit", file, "--local", "--launcher", COMPLETING)
-    assert "completed already" in hpc_train(*again, data.format(two)).err
-    assert "of other files than data.root" in hpc_train(*again, data.format(one)).err
+    run = _on_images(file, roots[0])
+    assert _resume(run.folder, f"data.root={roots[1]}", "--launcher", COMPLETING) == 0
+    for root, message in zip(roots, ("of other files than data.root", "completed already"), strict=True):
+        data = f"data={{name: imagefolder, root: {root}, image_size: 32}}"
+        done = hpc_train("submit", file, "--launcher", COMPLETING, data, "model.name=timm/resnet18")
+        assert message in done.err

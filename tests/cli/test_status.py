@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from hpc_train.cli.status import RunRow
-from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, now, tell_end, write_record
-from hpc_train.run.create import create_run
-from hpc_train.run.files import read_json, write_json
+from hpc_train.console import fitted
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run.attempts import claim_attempt, now, tell_end
+from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train
-from tests.run.runs import record_of, small_experiment, small_run
+from tests.cli.commands import hpc_train, stderr_of, succeeded
+from tests.report.made_runs import made_sweep
+from tests.run.runs import change_facts, change_record, record_of, small_run, write_rows
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 from tests.terminals import on_terminal
 
@@ -25,30 +26,6 @@ from tests.terminals import on_terminal
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     return small_run(tmp_path / "runs")
-
-
-def test_json_has_the_keys_of_the_contract(paths: RunPaths) -> None:
-    data = json.loads(hpc_train("status", "abc", "--json").out)
-    absent = "reason job restart budget micro_batch_size code ranks micro_batches accumulation precision "
-    absent += "elapsed_s eta_s last_metric best_metric goodput best usage first_step extends save_interval"
-    assert data == {
-        "version": 1,
-        "runs": [
-            {
-                **dict.fromkeys(absent.split()),
-                "id": "abc",
-                "name": "small",
-                "state": "pending",
-                "step": 0,
-                "total_steps": 10,
-                "attempt": 0,
-                "path": str(paths.folder),
-                "excluded_nodes": {},
-                "values": {},
-                "extended_by": [],
-            }
-        ],
-    }
 
 
 def test_without_runs_there_is_nothing_on_stdout() -> None:
@@ -65,13 +42,13 @@ def test_columns_are_plain_where_nobody_watches(paths: RunPaths) -> None:
 
 def test_a_run_whose_launcher_died_is_corrected(paths: RunPaths) -> None:
     claim_attempt(paths)
-    record = record_of(paths.attempt(1))
-    assert record.launcher_process is not None
-    dead = replace(record.launcher_process, start_ticks=0)
-    write_record(paths.attempt(1), replace(record, launcher="local", launcher_process=dead))
+    launcher = record_of(paths.attempt(1)).launcher_process
+    assert launcher is not None
+    change_record(paths.attempt(1), launcher="local", launcher_process=replace(launcher, start_ticks=0))
     write_status(paths, RunStatus(state="running", step=4, attempt=1))
     (run,) = json.loads(hpc_train("status", "--json").out)["runs"]
     assert (run["state"], run["reason"], run["step"]) == ("failed", "launcher died", 4)
+    assert read_status(paths).reason == "launcher died", "written"
     assert "launcher died: `hpc-train resume abc` continues from step 0\n" in hpc_train("status").err
     write_checkpoint(paths, 4, attempt=1)
     assert "`hpc-train resume abc` continues from step 4\n" in hpc_train("status", "abc").err
@@ -84,67 +61,42 @@ def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(paths: R
     assert "\x1b]" not in shown
 
 
-def _fail(paths: RunPaths, *texts: str) -> None:
-    number = claim_attempt(paths, "slurm")
-    for rank, text in enumerate(texts):
-        paths.attempt(number).error(rank).write_text(text)
-    write_status(paths, RunStatus(state="failed", attempt=number, reason="rank 1: ValueError: two"))
-
-
-def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest(paths: RunPaths) -> None:
+def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest(
+    paths: RunPaths, tmp_path: Path
+) -> None:
+    claim_attempt(paths, "slurm")
     long = "\n".join(f"  line {number}" for number in range(100))
-    _fail(paths, "lost a peer", f"Traceback (most recent call last):\n{long}\nValueError: \x1b[1mtwo\n")
+    paths.attempt(1).error(0).write_text("lost a peer")
+    paths.attempt(1).error(1).write_text(
+        f"Traceback (most recent call last):\n{long}\nValueError: \x1b[1mtwo\n"
+    )
+    write_status(paths, RunStatus(state="failed", attempt=1, reason="rank 1: ValueError: two"))
     shown = hpc_train("status", "abc").out
     end = f"  line 99\nValueError: \\x1b[1mtwo\nthe rest is in {paths.attempt(1).log(1)}\n"
     assert shown.endswith(end)
     assert "line 80" not in shown and "lost a peer" not in shown
-
-
-def test_several_runs_have_a_line_each(paths: RunPaths, tmp_path: Path) -> None:
-    _fail(paths, "zero", "Traceback (most recent call last):\nValueError: two")
-    other = RunPaths(tmp_path / "runs" / "small" / "def")
-    assert create_run(other, small_experiment(), "def", 10)
-    assert len(hpc_train("status").out.splitlines()) == 3
+    small_run(tmp_path / "runs", "def")
+    assert len(hpc_train("status").out.splitlines()) == 3, "of several runs, a line each"
 
 
 def _attempt(paths: RunPaths, cause: str | None, **events: str) -> None:
     number = claim_attempt(paths, "slurm", job="12_3")
-    record = record_of(paths.attempt(number))
     times = {name: f"2026-11-21T06:{minute}+00:00" for name, minute in events.items()}
-    write_record(paths.attempt(number), replace(record, cause=cause, events=times))
-
-
-def _restart() -> object:
-    return json.loads(hpc_train("status", "--json").out)["runs"][0]["restart"]
+    change_record(paths.attempt(number), cause=cause, events=times)
 
 
 def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
+    _attempt(paths, "completed", begin="00:01.000", first_step="00:02.000")
+    assert _row()["restart"] is None, "a first attempt was not interrupted"
     _attempt(paths, "preemption", signal="00:10.000", saved="00:11.250", requeue="00:13.000")
-    parts = {
-        "cause": "preemption",
-        "in_place": False,
-        "signal_to_saved_s": 1.25,
-        "saved_to_requeue_s": 1.75,
-        "requeue_to_begin_s": None,
-        "begin_to_first_step_s": None,
-    }
-    assert _restart() == parts
+    times = ("signal_to_saved_s", "saved_to_requeue_s", "requeue_to_begin_s", "begin_to_first_step_s")
+    none = dict.fromkeys(("cause", *times)) | {"in_place": False}
+    parts = none | {"cause": "preemption", "signal_to_saved_s": 1.25, "saved_to_requeue_s": 1.75}
+    assert _row()["restart"] == parts
     _attempt(paths, None, begin="00:20.000")
-    assert _restart() == parts | {"requeue_to_begin_s": 7.0}
+    assert _row()["restart"] == parts | {"requeue_to_begin_s": 7.0}
     _attempt(paths, "completed", begin="01:20.000", first_step="01:22.500")
-    assert _restart() == {
-        "cause": None,
-        "in_place": False,
-        "signal_to_saved_s": None,
-        "saved_to_requeue_s": None,
-        "requeue_to_begin_s": None,
-        "begin_to_first_step_s": 2.5,
-    }
-
-
-def test_a_first_attempt_was_not_interrupted(paths: RunPaths) -> None:
-    _attempt(paths, "completed", begin="00:20.000", first_step="00:22.000")
-    assert _restart() is None
+    assert _row()["restart"] == none | {"begin_to_first_step_s": 2.5}
 
 
 def test_no_code_of_others_is_imported(
@@ -153,7 +105,7 @@ def test_no_code_of_others_is_imported(
     (tmp_path / "trap.py").write_text("from pathlib import Path\nPath('sprung').touch()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    write_json(paths.run, {**(read_json(paths.run) or {}), "launcher": "trap:Launcher"})
+    change_facts(paths, launcher="trap:Launcher")
     paths.folder.parent.chmod(0o777)
     assert hpc_train("status").code == 0
     assert not Path("sprung").exists()
@@ -161,15 +113,13 @@ def test_no_code_of_others_is_imported(
 
 def _on_slurm(tmp_path: Path, **recovery: int) -> RunPaths:
     paths = small_run(tmp_path / "runs", slurm={}, recovery=recovery)
-    write_json(paths.run, {**(read_json(paths.run) or {}), "launcher": "slurm", "slurm_job_ids": ["9"]})
+    change_facts(paths, launcher="slurm", slurm_job_ids=["9"])
     return paths
 
 
 def _ended(paths: RunPaths, cause: str, job: str = "9", **facts: Any) -> None:
-    number = claim_attempt(paths, "slurm", job=job)
-    record = record_of(paths.attempt(number))
-    told = replace(record, end=now(), cause=cause, saved_step=0, events={"first_step": "…"}, **facts)
-    write_record(paths.attempt(number), told)
+    attempt = paths.attempt(claim_attempt(paths, "slurm", job=job))
+    change_record(attempt, end=now(), cause=cause, saved_step=0, events={"first_step": "…"}, **facts)
 
 
 def _row() -> dict[str, Any]:
@@ -194,7 +144,7 @@ def test_the_budget_is_what_the_file_and_later_changes_say(tmp_path: Path) -> No
     write_status(paths, RunStatus(state="failed"))
     _ended(paths, "preemption")
     assert _row()["budget"] == {"crashes_left": 1, "preemptions_left": 4, "without_progress_left": 1}
-    write_json(paths.run, {**(read_json(paths.run) or {}), "changes": {"2": ["recovery.max_crashes=7"]}})
+    change_facts(paths, changes={"2": ["recovery.max_crashes=7"]})
     assert _row()["budget"]["crashes_left"] == 7
     tell_end(paths.attempt(claim_attempt(paths, "slurm", job="9")), 0, 65)
     assert _row()["budget"]["crashes_left"] == 1, "the ranks refused what was changed"
@@ -232,9 +182,8 @@ def test_a_node_without_a_heartbeat_is_shown(paths: RunPaths) -> None:
 def _training(paths: RunPaths, *, attempt_s: float) -> None:
     """Have the run train for so long, at two steps a second, now at step 40 of 100."""
     number = claim_attempt(paths, "local")
-    record = record_of(paths.attempt(number))
     start = datetime.fromtimestamp(time.time() - attempt_s, UTC).isoformat()
-    write_record(paths.attempt(number), replace(record, start=start, launcher="slurm"))
+    change_record(paths.attempt(number), start=start, launcher="slurm")
     write_status(paths, RunStatus(state="running", step=40, total_steps=100, attempt=number))
     rows: list[dict[str, Any]] = [
         {
@@ -247,12 +196,12 @@ def _training(paths: RunPaths, *, attempt_s: float) -> None:
         for step in (20, 30, 40)
     ]
     rows.insert(1, {**rows[0], "split": "val", "loss": 0.5, "accuracy": 0.75})
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(paths, rows)
 
 
 def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(paths: RunPaths) -> None:
     _training(paths, attempt_s=3725)
-    write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["9", "12_3"]})
+    change_facts(paths, slurm_job_ids=["9", "12_3"])
     heads, row = hpc_train("status").out.splitlines()
     assert " ".join(heads.split()) == "run experiment state step job elapsed ETA last metric or reason"
     assert row.split()[:6] == ["abc", "small", "running", "40/100", "12_3", "1h02m"]
@@ -261,10 +210,6 @@ def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(paths: RunPa
     assert found["job"] == "12_3", "the newest"
     assert found["elapsed_s"] == pytest.approx(3725, abs=60) and found["eta_s"] == pytest.approx(30, abs=30)
     assert found["last_metric"] == {"split": "val", "name": "accuracy", "value": 0.75, "step": 20}
-
-
-def test_a_run_that_is_suspended_or_being_cancelled_has_no_remaining_time(paths: RunPaths) -> None:
-    _training(paths, attempt_s=60)
     status = read_status(paths)
     assert RunRow.at(paths, status).eta_s is not None
     for reason in ("suspended by Slurm", "being cancelled"):
@@ -274,11 +219,8 @@ def test_a_run_that_is_suspended_or_being_cancelled_has_no_remaining_time(paths:
 def _attempts(paths: RunPaths, *times: tuple[str, str]) -> None:
     """Record attempts from the first to the second time of day."""
     for start, end in times:
-        record = record_of(paths.attempt(claim_attempt(paths, "slurm")))
-        day = "2026-11-21T{}+00:00"
-        write_record(
-            paths.attempt(record.attempt), replace(record, start=day.format(start), end=day.format(end))
-        )
+        attempt = paths.attempt(claim_attempt(paths, "slurm"))
+        change_record(attempt, start=f"2026-11-21T{start}+00:00", end=f"2026-11-21T{end}+00:00")
 
 
 def test_attempts_add_up_and_queues_do_not_count(paths: RunPaths) -> None:
@@ -294,15 +236,13 @@ def test_goodput_counts_each_step_once(paths: RunPaths) -> None:
     """
     _attempts(paths, ("06:00:00", "06:01:40"), ("09:00:00", "09:01:40"))
     rows = [(1, 10, None), (1, 20, 1.5), (1, 30, 1.5), (2, 40, None), (2, 50, 2.5), (2, 60, 2.5)]
-    paths.metrics.write_text(
-        "".join(
-            json.dumps(
-                {"attempt": attempt, "split": "train", "step": step}
-                | ({} if step_s is None else {"step_s": step_s, "data_wait_s": 0.5})
-            )
-            + "\n"
+    write_rows(
+        paths,
+        (
+            {"attempt": attempt, "split": "train", "step": step}
+            | ({} if step_s is None else {"step_s": step_s, "data_wait_s": 0.5})
             for attempt, step, step_s in rows
-        )
+        ),
     )
     write_status(paths, RunStatus(state="completed", step=60, total_steps=60, attempt=2))
     assert _row()["goodput"] == (30 * 1 + 30 * 2) / 200
@@ -316,9 +256,7 @@ def test_goodput_counts_each_step_once(paths: RunPaths) -> None:
 
 def test_a_run_by_name_has_its_details(paths: RunPaths) -> None:
     _training(paths, attempt_s=10)
-    write_json(
-        paths.run, {**(read_json(paths.run) or {}), "values": {"optimization.optimizer.lr": 0.1}, "ranks": 1}
-    )
+    change_facts(paths, values={"optimization.optimizer.lr": 0.1}, ranks=1)
     lines = [" ".join(line.split()) for line in hpc_train("status", "abc").out.splitlines()]
     assert {
         "attempt 1",
@@ -342,12 +280,15 @@ def test_the_best_checkpoint_is_shown(paths: RunPaths) -> None:
 
 
 def test_the_metric_that_decides_is_shown_with_its_best_value(paths: RunPaths) -> None:
+    own_task = {"split": "val", "step": 10, "epoch": 1.0, "dice": 0.8}
+    write_rows(paths, [own_task, {"split": "train", "step": 20, "loss": 0.1}])
+    assert "dice 0.8" in hpc_train("status").out, "not the training loss"
     rows = [
         {"split": "val", "step": 10, "loss": 0.5, "dice": 0.8},
         {"split": "val", "step": 20, "loss": 0.4, "dice": 0.7},
         {"split": "train", "step": 30, "loss": 0.1},
     ]
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(paths, rows)
     best = {"metric": "dice", "value": 0.8, "step": 10}
     write_status(paths, RunStatus(state="completed", step=30, total_steps=30, attempt=1, best=best))
     assert "dice 0.7 (best 0.8 at 10)" in hpc_train("status").out
@@ -360,18 +301,66 @@ def test_the_metric_that_decides_is_shown_with_its_best_value(paths: RunPaths) -
     assert "loss 0.4" in hpc_train("status").out and _row()["best_metric"] is None
 
 
-def test_of_an_own_task_its_metric_is_shown_and_not_the_training_loss(paths: RunPaths) -> None:
-    rows = [
-        {"split": "val", "step": 10, "epoch": 1.0, "dice": 0.8},
-        {"split": "train", "step": 20, "loss": 0.1},
-    ]
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "dice 0.8" in hpc_train("status").out
-
-
 def test_a_nan_is_shown_and_is_valid_json(paths: RunPaths) -> None:
     for word in ("NaN", "null"):  # rows have null
         row = '{"split": "val", "step": %d, "loss": %s}\n'
         paths.metrics.write_text(row % (3, "0.5") + row % (4, word))
         assert "loss nan" in hpc_train("status").out
         assert _row()["last_metric"] == {"split": "val", "name": "loss", "value": None, "step": 4}
+
+
+# The table of ``status`` for sweeps: groups, order, failed runs, swept values.
+
+
+_RATES = (0.1, 1e-3, 0.02, 0.3, 5.0, 0.004)
+
+
+@pytest.fixture
+def sweep() -> list[RunPaths]:
+    """Six runs over the learning rate, the last of which has failed."""
+    runs = made_sweep(runs_root(), 6, steps=50)
+    for paths, rate in zip(runs, _RATES, strict=True):
+        change_facts(paths, values={"optimization.optimizer.lr": rate})
+    return runs
+
+
+def _ids(*words: str) -> list[str]:
+    done = succeeded("status", *words)
+    return [line.split()[0] for line in done.out.splitlines()[1:] if not line.startswith("sweep:")]
+
+
+@pytest.mark.usefixtures("sweep")
+def test_a_sweep_has_a_line_with_its_runs_by_state_and_the_swept_values() -> None:
+    small_run(runs_root())
+    lines = hpc_train("status").out.splitlines()
+    assert "sweep: 6 runs: 5 completed, 1 failed" in lines
+    assert not any(line.startswith("small:") for line in lines), "no sweep"
+    assert "lr=0.02" in next(line for line in lines if line.startswith("0000000002"))
+
+
+def test_runs_are_sorted_by_a_swept_key_or_a_column(sweep: list[RunPaths]) -> None:
+    by_rate = [sweep[place].folder.name for place in (1, 5, 2, 0, 3, 4)]
+    assert _ids("--sort", "lr") == _ids("--sort", "optimization.optimizer.lr") == by_rate
+    assert _ids("--sort", "state")[-1] == sweep[5].folder.name
+    rows = json.loads(hpc_train("status", "--json", "--sort", "metric").out)["runs"]
+    values = [row["last_metric"]["value"] for row in rows]
+    assert values == sorted(values)
+    assert rows[0]["usage"]["time"]["training"] > 0
+    assert "did you mean state?" in stderr_of(2, "status", "--sort", "stat")
+
+
+def test_only_failed_runs(sweep: list[RunPaths]) -> None:
+    assert _ids("--failed") == [sweep[5].folder.name]
+    assert hpc_train("status", "--failed", sweep[0].folder.name).err == "no run has failed\n"
+
+
+def test_one_run_shows_what_it_used(sweep: list[RunPaths]) -> None:
+    out = hpc_train("status", sweep[0].folder.name).out
+    assert "  time lost  starts " in out and "  memory     peak 21.4 GiB on a GPU" in out
+
+
+def test_values_are_cut_to_80_columns() -> None:
+    heads = ["run", "experiment", "state", "step", "elapsed", "values", "last metric or reason"]
+    row = ["0123456789", "imagenet", "completed", "1000/1000", "1h02m", "lr=0.1 wd=0.05 " * 4, "loss 0.75"]
+    lines = fitted([heads, row], 80)
+    assert max(map(len, lines)) <= 80 and "lr=0.1" in lines[1]

@@ -40,20 +40,12 @@ def test_validate_plan_submit_and_status_agree(file: Path) -> None:
     assert table["precision"] == "bf16"
 
 
-def test_the_ranks_of_the_newest_attempt_count(file: Path) -> None:
-    hpc_train("submit", file, *_FILE, "--launcher", SIZED_QUEUE)
-    (paths,) = find_runs([])
-    claim_attempt(paths, SIZED_QUEUE, ranks=4)
-    (found,) = _runs()
-    assert (found["ranks"], found["accumulation"]) == (4, 2)
-
-
 def test_the_ranks_of_a_node_are_those_of_the_newest_attempt(file: Path) -> None:
     """Without hosts in its record, those of a job of the launcher: 3, which don't divide 4 ranks."""
     hpc_train("submit", file, *_FILE, "parallel.strategy=tensor", "--launcher", SIZED_QUEUE)
     (paths,) = find_runs([])
     claim_attempt(paths, SIZED_QUEUE, ranks=4)
-    assert _runs()[0]["accumulation"] == 8 // 4
+    assert (_runs()[0]["ranks"], _runs()[0]["accumulation"]) == (4, 8 // 4)
     claim_attempt(paths, SIZED_QUEUE, ranks=4, hosts=["n1", "n2"])
     assert _runs()[0]["accumulation"] == 8 // 2
 

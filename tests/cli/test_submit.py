@@ -17,13 +17,13 @@ from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.plan.sweep import run_id
 from hpc_train.launchers.base import JobForecast, KeyProblem
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.attempts import tell_error, write_record
+from hpc_train.run.attempts import tell_error
 from hpc_train.run.bad_samples import BadSample, append
 from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.frozen_experiment import read
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import Done, hpc_train, python
+from tests.cli.commands import Done, hpc_train, python, stderr_of, succeeded
 from tests.cli.files import write_images
 from tests.cli.launchers import (
     BROKEN,
@@ -43,7 +43,7 @@ from tests.cli.launchers import (
     requests,
 )
 from tests.plan.files import loaded
-from tests.run.runs import record_of
+from tests.run.runs import change_record, record_of, write_rows
 from tests.run.test_checkpoints import write_checkpoint
 
 
@@ -55,16 +55,31 @@ def _queue(file: Path, *arguments: str) -> Done:
     return hpc_train("submit", file, "--launcher", QUEUE, *arguments)
 
 
-def _states() -> list[str]:
-    return [RunRow.of(paths).state for paths in find_runs([])]
+def _failed(file: Path, *arguments: str, step: int | None = None) -> RunPaths:
+    """Return the first run of a submit that fails, with a checkpoint of ``step``."""
+    assert _submit(file, *arguments, launcher=FAILING).code == 1
+    paths = find_runs([])[0]
+    if step is not None:
+        write_checkpoint(paths, step, attempt=1)
+    return paths
 
 
-@pytest.mark.parametrize("options", [[], ["--launcher", "slurm"], ["--dry-run"]])
-def test_a_file_that_asks_nothing_of_slurm_is_not_submitted_there(file: Path, options: list[str]) -> None:
-    done = hpc_train("submit", file, *options)
-    assert done.code == 65
-    assert f"{file}:1:1: slurm: is missing" in done.err
-    assert "write `slurm: {}` for one node with the site's defaults, or add --local" in done.err
+_NO_SLURM = "1:1: slurm: is missing, so there are no resources to request from Slurm; write `slurm: {}` for "
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], _NO_SLURM),
+        (["--launcher", "slurm"], _NO_SLURM),
+        (["--dry-run"], _NO_SLURM),
+        (["--local", "--devices", "5"], "9:21: optimization.micro_batch_size: needs at most 4 ranks"),
+    ],
+)
+def test_what_can_not_start_is_refused_before_anything_is_made(
+    file: Path, options: list[str], message: str
+) -> None:
+    assert f"{file}:{message}" in stderr_of(65, "submit", file, *options)
     assert not runs_root().exists()
 
 
@@ -79,14 +94,12 @@ def test_a_file_that_asks_nothing_of_slurm_is_not_submitted_there(file: Path, op
     ],
 )
 def test_options_that_exclude_each_other(file: Path, options: list[str], message: str) -> None:
-    done = hpc_train("submit", file, *options)
-    assert (done.code, message in done.err) == (2, True), done.err
+    assert message in stderr_of(2, "submit", file, *options)
 
 
 def test_a_dry_run_for_slurm_shows_the_script_of_each_job(file: Path) -> None:
     sweep = ("sweep.grid={seed: [1, 2]}", "slurm={nodes: 2, time_limit: 1h}")
-    done = hpc_train("submit", file, "--dry-run", *sweep)
-    assert done.code == 0, done.err
+    done = succeeded("submit", file, "--dry-run", *sweep)
     assert done.out.count("#!/bin/bash") == 1
     assert "#SBATCH --array=0-1%2" in done.out
     plan = json.loads(hpc_train("submit", file, "--dry-run", "--json", *sweep).out)
@@ -167,13 +180,6 @@ def test_a_failed_run_of_a_queue_names_what_the_file_asks_of_slurm_by_now(file: 
     assert f"`hpc-train resume {paths.folder.name} slurm.partition=b`" in done.err
 
 
-def test_too_many_ranks_are_refused_before_anything_is_made(file: Path) -> None:
-    done = hpc_train("submit", file, "--local", "--devices", "5")
-    assert done.code == 65
-    assert f"{file}:9:21: optimization.micro_batch_size: needs at most 4 ranks" in done.err
-    assert not runs_root().exists()
-
-
 def test_a_run_is_made_and_ends_with_where_everything_is(file: Path, tmp_path: Path) -> None:
     done = _submit(file, "--devices", "2")
     (paths,) = find_runs([])
@@ -188,6 +194,8 @@ def test_a_run_is_made_and_ends_with_where_everything_is(file: Path, tmp_path: P
     ]
     (request,) = requests
     assert (request.attempt, request.devices) == (1, 2)
+    again = _submit(file)
+    assert (again.code, "completed already" in again.err, len(requests)) == (0, True, 1)
 
 
 @pytest.mark.parametrize(
@@ -199,18 +207,16 @@ def test_a_run_is_made_and_ends_with_where_everything_is(file: Path, tmp_path: P
     ],
 )
 def test_the_best_evaluation_is_by_the_selected_metric(file: Path, override: str, best: str) -> None:
-    _submit(file, override, launcher=FAILING)
-    (paths,) = find_runs([])
+    paths = _failed(file, override)
     values = {3: (0.9, 0.8), 4: (0.4, 0.7), 5: (0.5, 0.75)}
     rows = [{"split": "val", "step": step, "loss": a, "accuracy": b} for step, (a, b) in values.items()]
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(paths, rows)
     done = _submit(file, override, launcher=FAILING)
     assert f"\n  best val    {best}\n" in done.err
 
 
 def test_a_saved_run_prints_next_steps(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _submit(file, launcher=FAILING)
-    (paths,) = find_runs([])
+    paths = _failed(file)
     name = paths.folder.name
     fix = "fix the cause and submit the file again: the run then uses the current code and file"
     assert f"\n  next        {fix}\n" in _submit(file, launcher=FAILING).err
@@ -239,23 +245,10 @@ def test_a_profiled_run_ends_with_what_limits_it(file: Path, capsys: pytest.Capt
     assert read(paths).profile == ProfileConfig(after_steps=10, steps=5)
     table = paths.attempt(1).profile_table
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(
-        "5 steps of rank 0\nlimited by: input; to go faster raise data.workers\n\nName  Self CPU\n"
-    )
+    hint = "limited by: input; to go faster raise data.workers\n"
+    table.write_text(f"5 steps of rank 0\n{hint}\nName  Self CPU\n")
     say_end(paths, ExitCode.FAILED)
-    shown = capsys.readouterr().err
-    assert (
-        f"\n  profile     {table}\n              limited by: input; to go faster raise data.workers\n"
-        in shown
-    )
-
-
-def test_a_completed_run_is_not_started_again(file: Path) -> None:
-    _submit(file)
-    done = _submit(file)
-    assert done.code == 0
-    assert "completed already" in done.err
-    assert len(requests) == 1
+    assert f"\n  profile     {table}\n              {hint}" in capsys.readouterr().err
 
 
 def test_a_run_that_somebody_is_starting_is_not_started_again(file: Path, tmp_path: Path) -> None:
@@ -309,22 +302,10 @@ def test_changes_that_the_queue_refuses_are_an_error_of_the_file(
     assert "to apply" not in done.err
 
 
-def test_a_failed_run_names_the_two_ways_on(file: Path) -> None:
-    assert _submit(file, launcher=FAILING).code == 1
-    (paths,) = find_runs([])
-    write_checkpoint(paths, 4, attempt=1)
-    done = _submit(file)
-    assert done.code == 1
-    assert f"`hpc-train resume {paths.folder.name}` continues from step 4" in done.err
-    assert "--new" in done.err
-    assert len(requests) == 1
-
-
 def test_a_run_that_failed_before_it_saved_takes_the_fixed_code_and_file(file: Path) -> None:
     """Else the error that was fixed would come again: the run keeps the code of its first submit."""
     Path("model.py").write_text("broken = True\n")
-    assert _submit(file, launcher=FAILING).code == 1
-    (paths,) = find_runs([])
+    paths = _failed(file)
     Path("model.py").write_text("broken = False\n")
     done = _submit(file, "data.workers=2")
     assert done.code == 0, done.err
@@ -337,7 +318,7 @@ def test_a_run_that_failed_before_it_saved_takes_the_fixed_code_and_file(file: P
 
 
 def test_a_run_that_starts_again_is_not_resumed_at_once_when_it_is_stopped(file: Path) -> None:
-    assert _submit(file, launcher=FAILING).code == 1
+    _failed(file)
     done = _submit(file, launcher=SAVING)
     assert done.code == 130
     assert [request.attempt for request in requests] == [1, 2]
@@ -357,13 +338,14 @@ def test_runs_of_a_queue_that_failed_before_they_saved_enter_it_again(file: Path
     assert (first.code / "tree/model.py").exists() and not (third.code / "tree/model.py").exists()
 
 
-def test_a_failure_in_the_users_code_names_the_way_to_take_the_fixed_code(file: Path) -> None:
-    _submit(file, launcher=FAILING)
-    (paths,) = find_runs([])
-    write_checkpoint(paths, 4, attempt=1)
+def test_a_failed_run_names_the_ways_on_and_in_the_users_code_the_fixed_code(file: Path) -> None:
+    paths = _failed(file, step=4)
     code = paths.code.resolve()
     tell_error(paths.attempt(1), 0, f'  File "{code}/package/hpc_train/a.py", line 3, in f\nOSError\n')
-    assert "--code new" not in _submit(file).err, "the error is not in it"
+    done = _submit(file)
+    assert (done.code, len(requests)) == (1, 1)
+    assert f"`hpc-train resume {paths.folder.name}` continues from step 4" in done.err
+    assert "--new" in done.err and "--code new" not in done.err, "the error is not in it"
     frames = f"""Traceback (most recent call last):
   File "{code}/package/hpc_train/training/forward.py", line 3, in forward
     return self.model(images)
@@ -380,10 +362,8 @@ RuntimeError: sizes differ
 
 def test_a_diverged_run_names_what_to_change_in_commands_that_can_be_pasted(file: Path) -> None:
     sweep = "sweep.grid={optimization.optimizer.lr: [0.5], seed: [1, 2]}"
-    _submit(file, sweep, "data.workers=1", launcher=FAILING)
-    paths, _ = find_runs([])
-    write_checkpoint(paths, 4, attempt=1)
-    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), cause="diverged"))
+    paths = _failed(file, sweep, "data.workers=1", step=4)
+    change_record(paths.attempt(1), cause="diverged")
     said = _submit(file, sweep, "data.workers=1", launcher=FAILING).err
     assert "would diverge again" in said and f"`hpc-train resume {paths.folder.name}`" not in said
     halved, clipped, skipped = [
@@ -420,8 +400,7 @@ def test_the_runs_of_a_sweep_follow_each_other(file: Path) -> None:
 
 
 def test_a_sweep_ends_as_its_worst_run_and_starts_only_what_is_missing(file: Path) -> None:
-    _submit(file, "seed=8", launcher=FAILING)
-    write_checkpoint(find_runs([])[0], 5, attempt=1)
+    _failed(file, "seed=8", step=5)
     done = _submit(file, "sweep.grid={seed: [7, 8]}")
     assert done.code == 1
     assert [request.experiment.seed for request in requests] == [8, 7]
@@ -444,7 +423,7 @@ def test_a_queued_run_is_said_to_be_queued_and_outlives_its_command(file: Path) 
     assert "pending" in done.out
     record = record_of(paths.attempt(1))
     assert record.launcher == QUEUEING
-    assert _states() == ["pending"]
+    assert RunRow.of(paths).state == "pending"
     done = _submit(file)
     assert (done.code, "pending already" in done.err) == (0, True)
 
@@ -487,29 +466,15 @@ def test_ctrl_c_before_the_launcher_handles_it_is_interrupted(file: Path) -> Non
 
 
 def test_what_the_file_says_otherwise_by_now_is_in_the_command_to_go_on_with(file: Path) -> None:
-    _submit(file, "data.root=/", launcher=FAILING)
-    (paths,) = find_runs([])
-    write_checkpoint(paths, 5, attempt=1)
+    paths = _failed(file, "data.root=/", step=5)
     changed = file.parent / "my data"
     changed.mkdir()
-    overrides = (
-        f"data.root={changed}",
-        "data.workers=2",
-        "checkpoint.every_min=3",
-        "logging.every_steps=5",
-    )
-    done = _submit(file, *overrides, "slurm={nodes: 1}")
+    changes = [f"data.root={changed}", "data.workers=2", "checkpoint.every_min=3.0", "logging.every_steps=5"]
+    done = _submit(file, *changes, "slurm={nodes: 1}")
     assert done.code == 1
     command = shlex.split(done.err.split("`")[1])
     assert command[:3] == ["hpc-train", "resume", paths.folder.name]
-    assert sorted(command[3:]) == sorted(
-        [
-            f"data.root={changed}",
-            "data.workers=2",
-            "checkpoint.every_min=3.0",
-            "logging.every_steps=5",
-        ]
-    )
+    assert sorted(command[3:]) == sorted(changes)
     assert hpc_train(*command[1:], "--launcher", COMPLETING).code == 0
     assert requests[-1].experiment.data.root == str(changed)
     assert requests[-1].experiment.data.workers == 2
@@ -534,16 +499,13 @@ def test_that_there_is_no_api_key_is_said_at_submit(
     mode: str,
     told: str | None,
 ) -> None:
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "none"))
+    for variable in ("NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(variable, str(file.parent / "none"))
     asked = f"logging.wandb={{project: x, mode: {mode}}}"
-    done = hpc_train("submit", file, asked, *launcher)
-    assert done.code == 0, done.err
+    done = succeeded("submit", file, asked, *launcher)
     assert ("there is no API key" in done.err) == (told is not None)
-    if told is not None:
-        assert (
-            f"command line: logging.wandb.mode: there is no API key, so {told}; set WANDB_API_KEY" in done.err
-        )
+    message = f"command line: logging.wandb.mode: there is no API key, so {told}; set WANDB_API_KEY"
+    assert told is None or message in done.err
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     done = hpc_train("submit", file, asked, *launcher, "--new")
     assert "API key" not in done.err and "secret" not in done.err
@@ -560,8 +522,7 @@ def test_run_files_hold_no_secret(file: Path, monkeypatch: pytest.MonkeyPatch, l
         Path(name).write_text(planted)
     Path("key.py").write_text(f"KEY = '-----BEGIN PRIVATE KEY-----\\n{planted}'\n")
     Path("own.py").touch()
-    done = hpc_train("submit", file, "--launcher", launcher)
-    assert done.code == 0
+    done = succeeded("submit", file, "--launcher", launcher)
     for name in (".env.yaml", "token.yaml", "api_key.yaml", "password.yaml", "key.py"):
         assert name in done.err
     files = [path for path in runs_root().rglob("*") if path.is_file()]

@@ -53,7 +53,6 @@ def _writable(paths: RunPaths) -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     run = small_run(tmp_path / "runs")
     write_status(run, RunStatus("failed", 4, 10, attempt=1, reason="x"))

@@ -19,7 +19,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.reproduction import VerifiedStretch
 from hpc_train.run.digests import DigestsFile
 from hpc_train.run.verification_parts import PartsRequest
-from tests.cli.commands import hpc_train
+from tests.cli.commands import hpc_train, stderr_of
 from tests.cli.json_checks import checked
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, save
@@ -40,10 +40,7 @@ def run(tmp_path: Path) -> RunPaths:
         (["--part", "1/2"], "--part: has no effect without --replay"),
         (["--tolerance", "0"], "--tolerance: has no effect without --replay"),
         (["--submit"], "--submit: has no effect without --replay"),
-        (
-            ["--replay", "--submit", "--part", "1/2"],
-            "--part: each job of --submit repeats a part",
-        ),
+        (["--replay", "--submit", "--part", "1/2"], "--part: each job of --submit repeats a part"),
         (["--replay", "--part", "3/2"], "--part: '3/2' is not K/N with K from 1 to N, such as 3/20"),
         (["--replay", "--part", "x"], "--part: 'x' is not K/N"),
         (["--replay", "--slots", "0"], "--slots"),
@@ -160,8 +157,7 @@ def test_jobs_repeat_a_part_each_and_their_results_are_joined(tmp_path: Path, qu
     assert jobs == {"job": "11", "parts": 2, "unfinished": [1, 2], "failed": {}, "last": 15}
     (array,) = queue.arrays
     assert (array.count, array.module, array.folder) == (2, "cli.verify", run.verification)
-    done = hpc_train("verify", "abc", *words)
-    assert done.code == 2 and "abc: job 11 of Queue still verifies it" in done.err, done.err
+    assert "abc: job 11 of Queue still verifies it" in stderr_of(2, "verify", "abc", *words)
     request = PartsRequest.read(run)
     assert request is not None and request.tolerance == 0.5
     row = dict.fromkeys(VerifiedStretch.__annotations__) | {
@@ -175,8 +171,7 @@ def test_jobs_repeat_a_part_each_and_their_results_are_joined(tmp_path: Path, qu
     answer = verified(code=75)
     assert (answer["jobs"]["unfinished"], answer["seconds"], answer["slots"]) == ([2], 2.5, 2)
     queue.ended = {2: "TIMEOUT"}
-    done = hpc_train("verify", "abc")
-    assert done.code == 1 and "part 2 of 2: job 11_2 has ended without a result (TIMEOUT)" in done.err
+    assert "part 2 of 2: job 11_2 has ended without a result (TIMEOUT)" in stderr_of(1, "verify", "abc")
     other = row | {"first": 6, "last": 10, "result": "failed"}
     request.note(run, 2, {"stretches": [row | {"first": 11, "last": 15}, other], "seconds": 1.0})
     answer = verified(code=1)

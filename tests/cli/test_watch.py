@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.run_status import read_status
-from tests.cli.commands import REPOSITORY, hpc_train
+from tests.cli.commands import REPOSITORY, stderr_of
 from tests.end_to_end import paced
 from tests.end_to_end.runs import PACED, end_what_is_left, found_runs, start, write_experiment
 from tests.terminals import LEAVES_ALTERNATE_SCREEN, SHOWS_CURSOR, Terminal
@@ -18,8 +18,7 @@ from tests.waiting import HANG_LIMIT_S
 
 
 def test_without_a_terminal_status_is_named() -> None:
-    done = hpc_train("watch")
-    assert done.code == 2 and "hpc-train status" in done.err
+    assert "hpc-train status" in stderr_of(2, "watch")
 
 
 @pytest.mark.slow

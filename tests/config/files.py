@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import ProblemLine
-from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.loading import Loaded, load
 
 GOOD = """\
 name: digits-test
@@ -21,6 +21,12 @@ optimization:
   micro_batch_size: 16
   optimizer: {name: sgd, lr: 0.1}
 """
+
+
+def loaded_file(folder: Path, *overrides: str, text: str = GOOD) -> Loaded:
+    """Write a file and load it; names of models and others are not looked up."""
+    (folder / "exp.yaml").write_text(text)
+    return load(folder / "exp.yaml", overrides, check_names=False)
 
 
 def problems_of(folder: Path, text: str | bytes, *overrides: str) -> list[ProblemLine]:

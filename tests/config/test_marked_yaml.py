@@ -152,17 +152,6 @@ def test_of_very_many_problems_the_first_are_shown(tmp_path: Path, line: str) ->
     assert re.fullmatch(r"exp\.yaml:\d+:\d+: there are more problems; fix those above first", many[-1])
 
 
-@given(
-    st.binary()
-    | (st.text() | st.text(alphabet="ab01:-?[]{},&*!|>'\"%@`#\n \\ux.~<=e", max_size=60)).map(
-        lambda text: text.encode("utf-8", "surrogatepass")
-    )
-)
-def test_nothing_raises(content: bytes) -> None:
-    document = read_document(content)
-    assert document.problems or isinstance(document.data, dict)
-
-
 class _NoAliases(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True

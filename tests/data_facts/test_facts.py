@@ -116,10 +116,7 @@ def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
     ("overrides", "part"),
     [
         (("data={name: masks/city}", "task=outlining"), "data.root: is missing, and masks/city needs it"),
-        (
-            ("data={name: masks, root: x}",),
-            "masks has images (target: mask); write segmentation, or",
-        ),
+        (("data={name: masks, root: x}",), "masks has images (target: mask); write segmentation, or"),
         (("task=outlining",), "write classification, or data.name: segmentation_folder or scans"),
         (("data={name: numbers}",), "numbers has features (target: number); write regression, or data.name"),
     ],

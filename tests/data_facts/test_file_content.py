@@ -44,9 +44,7 @@ def with_byte(path: Path, size: int, place: int | None) -> Path:
         (1 << 20, 5000, False),  # the documented limit
     ],
 )
-def test_a_changed_byte_is_seen_in_the_blocks_that_are_read(
-    size: int, place: int, is_seen: bool, tmp_path: Path
-) -> None:
+def test_a_changed_byte_of_the_blocks_is_seen(size: int, place: int, is_seen: bool, tmp_path: Path) -> None:
     first, second = (
         block_digest(with_byte(tmp_path / name, size, change), 4, 4096)
         for name, change in (("a", None), ("b", place))
@@ -80,9 +78,7 @@ def test_head_and_tail_of_each_shard_are_read(tmp_path: Path) -> None:
     assert before not in {digest("c", 0), digest("d", (1 << 20) - 1)}
 
 
-def test_a_digest_is_not_remembered_when_a_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_is_forgotten_when_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_content, "SETTLED_NS", 0)
     path = with_byte(tmp_path / "train.csv", 100, None)
     before = files_digest([path])

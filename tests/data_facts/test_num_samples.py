@@ -52,9 +52,7 @@ def test_images_are_those_of_torchvision() -> None:
     assert data_size.IMAGE_EXTENSIONS == IMG_EXTENSIONS
 
 
-def test_a_folder_that_takes_too_long_to_count_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_takes_too_long_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _image_folder(tmp_path)
     monkeypatch.setattr(data_size, "COUNT_LIMIT_S", -1.0)
     assert training_samples(config) is None
@@ -134,9 +132,7 @@ def test_what_is_not_known_is_left_to_the_data_set(name: str, args: dict[str, An
     assert training_samples(DataConfig(name="text")) is None
 
 
-def test_a_text_that_takes_too_long_to_count_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_takes_too_long_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "long.txt"
     file.write_text("a" * 1000)
     monkeypatch.setattr(data_size, "COUNT_LIMIT_S", -1.0)

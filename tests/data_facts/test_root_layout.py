@@ -29,11 +29,7 @@ def make(root: Path, paths: Sequence[str]) -> Path:
         ("imagefolder", [], r"has no folder train \(it contains nothing\)"),
         ("imagefolder", ["Train/ant/1.png"], r"has no folder train .*; rename Train to train"),
         ("imagefolder", ["training/ant/1.png", "val"], r"has no folder train .*; rename training to train"),
-        (
-            "imagefolder",
-            ["train/1.png"],
-            r"train contains no class folders; put images into",
-        ),
+        ("imagefolder", ["train/1.png"], r"train contains no class folders; put images into"),
         ("imagefolder", ["train/ant/1.png", "validation/ant/1.png"], "neither val nor test .* rename the"),
         ("segmentation_folder", ["train/1.png"], "there is no folder .*train/images on this machine"),
         ("segmentation_folder", ["train/images", "train/masks", "test/images"], "no folder .*test/masks"),

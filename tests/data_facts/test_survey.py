@@ -213,26 +213,26 @@ def test_boxes_outside_of_images_are_dropped(tmp_path: Path) -> None:
     assert content.args == {"bad_boxes": "drop"} and "dropped: 1 of all boxes" in "\n".join(content.lines)
 
 
-@pytest.mark.parametrize("name", ["train.txt", "book.txt"])
-def test_the_end_of_a_text_is_for_validation(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("abc " * 2000)
-    content = surveyed(tmp_path if name == "train.txt" else tmp_path / name)
-    assert (content.task, content.name, content.samples) == ("causal_lm", "text", 56)
-    assert content.args == {"sequence_length": 128, "val_fraction": 0.1}
-    assert content.root == (tmp_path / name if name == "train.txt" else None)
-
-
-def test_a_short_text_has_short_sequences(tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text("abc " * 200)
-    content = surveyed(tmp_path / "book.txt")
-    assert content.args["sequence_length"] == 16 and content.samples == 44
-
-
-def test_a_text_with_its_own_validation(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("abc " * 2000)
-    (tmp_path / "val.txt").write_text("abc " * 2000)
-    content = surveyed(tmp_path)
-    assert (content.root, content.args, content.samples) == (None, {"sequence_length": 128}, 62)
+@pytest.mark.parametrize(
+    ("files", "target", "args", "samples"),
+    [
+        ({"train.txt": 2000}, "", {"sequence_length": 128, "val_fraction": 0.1}, 56),
+        ({"book.txt": 2000}, "book.txt", {"sequence_length": 128, "val_fraction": 0.1}, 56),
+        ({"book.txt": 200}, "book.txt", {"sequence_length": 16, "val_fraction": 0.1}, 44),
+        ({"train.txt": 2000, "val.txt": 2000}, "", {"sequence_length": 128}, 62),
+    ],
+    ids=["folder", "file", "short", "validation"],
+)
+def test_the_end_of_a_text_is_for_validation_unless_it_has_its_own(
+    files: dict[str, int], target: str, args: dict[str, Any], samples: int, tmp_path: Path
+) -> None:
+    for name, words in files.items():
+        (tmp_path / name).write_text("abc " * words)
+    content = surveyed(tmp_path / target)
+    assert (content.task, content.name, content.samples) == ("causal_lm", "text", samples)
+    assert content.args == args
+    is_cut = not target and len(files) == 1
+    assert content.root == (tmp_path / "train.txt" if is_cut else None)
 
 
 def test_tokens(tmp_path: Path) -> None:
@@ -262,9 +262,7 @@ def colored_masks(root: Path) -> Path:
         (lambda root: write_coco(root, train=0), r"no image below .*train can be opened"),
     ],
 )
-def test_folders_that_no_run_can_read_are_refused(
-    make: Callable[[Path], Path], message: str, tmp_path: Path
-) -> None:
+def test_unreadable_folders_are_refused(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         survey(make(tmp_path / "data"))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.base import DataSource, TensorSplit
@@ -35,6 +37,17 @@ def random_images(count: int, channels: int = 3, height: int = 12, width: int = 
 
 def random_split(count: int, channels: int = 3, height: int = 12, width: int = 12) -> TensorSplit:
     return TensorSplit(random_images(count, channels, height, width), torch.arange(count))
+
+
+def image_file(value: int, form: str = "PNG") -> bytes:
+    """Return the file of a small image of one gray value."""
+    content = io.BytesIO()
+    Image.fromarray(np.full((6, 8, 3), value, dtype=np.uint8)).save(content, form)
+    return content.getvalue()
+
+
+def targets_of(split: Any) -> list[Any]:
+    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
 
 
 def source(train: Any, val: Any = None, channels: int = 3) -> DataSource:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,10 +117,9 @@ def test_float_images_are_flipped_and_cropped_but_not_randaugmented() -> None:
     as_bytes = augmentation({"hflip": 0.5, "crop_padding": 2})(random_images(8), 0, torch.arange(8))
     inside = out != 0
     assert torch.equal(out[inside], (as_bytes.float() - 128)[inside])
-    with pytest.raises(BadFileError, match=r"data\.augment\.randaugment: .*float32"):
-        augmentation({"randaugment": {}})(images, 0, torch.arange(8))
-    with pytest.raises(BadFileError, match=r"data\.augment\.policy: .*float32"):
-        augmentation({"policy": "trivialaugment"})(images, 0, torch.arange(8))
+    for key, value in (("randaugment", {}), ("policy", "trivialaugment")):
+        with pytest.raises(BadFileError, match=rf"data\.augment\.{key}: .*float32"):
+            augmentation({key: value})(images, 0, torch.arange(8))
 
 
 def test_crops_are_interpolated_as_the_file_says() -> None:
@@ -143,13 +141,7 @@ class _CountOperations(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 
@@ -190,12 +182,8 @@ def test_crops_are_inside_their_images() -> None:
     heights = Keys(0, 1, samples).integers("h", 1, 300)
     widths = Keys(0, 1, samples).integers("w", 1, 300)
     crops = resized_crops(Keys(0, 0, samples), heights, widths, SCALE, RATIO)
-    assert (crops.heights >= 1).all()
-    assert (crops.widths >= 1).all()
-    assert (crops.tops >= 0).all()
-    assert (crops.lefts >= 0).all()
-    assert (crops.tops + crops.heights <= heights).all()
-    assert (crops.lefts + crops.widths <= widths).all()
+    for begin, side, whole in ((crops.tops, crops.heights, heights), (crops.lefts, crops.widths, widths)):
+        assert ((begin >= 0) & (side >= 1) & (begin + side <= whole)).all()
 
 
 def test_crops_are_distributed_as_torchvisions() -> None:
@@ -204,12 +192,8 @@ def test_crops_are_distributed_as_torchvisions() -> None:
     image = torch.empty(3, 375, 500)
     transform = v2.RandomResizedCrop(224, scale=SCALE, ratio=RATIO)
     theirs = [transform.make_params([image]) for _ in range(2000)]
-    for ours, name in [
-        (crops.tops, "top"),
-        (crops.lefts, "left"),
-        (crops.heights, "height"),
-        (crops.widths, "width"),
-    ]:
+    for name in ("top", "left", "height", "width"):
+        ours = getattr(crops, f"{name}s")
         expected = torch.tensor([float(params[name]) for params in theirs])
         assert abs(ours.double().mean() - expected.mean()) < 0.05 * 375
         assert abs(ours.double().std() - expected.std()) < 0.05 * 375

@@ -60,13 +60,27 @@ def test_whole_batches_equal_samples_read_one_by_one() -> None:
         assert_equal(steps(random_split(20), **extra), steps(OneByOne(random_split(20)), **extra))
 
 
-def test_generators_of_the_rank_are_left_as_they_were() -> None:
-    for workers in (0, 1):
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        expected = random.random(), np.random.random(), torch.rand(()).item()
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        steps(RandomSplit(), workers=workers)
-        assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("split", "keys"),
+    [
+        (RandomSplit(), {}),
+        (
+            random_split(20),
+            {
+                "transform": "tests.end_to_end.parts:noise",
+                "augment": {"randaugment": {"operations": "timm"}},
+            },
+        ),
+    ],
+    ids=["data set", "transform"],
+)
+def test_generators_of_the_rank_are_left_as_they_were(split: Any, keys: dict[str, Any], workers: int) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.random(), torch.rand(()).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    steps(split, workers=workers, **keys)
+    assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
 
 
 def test_careless_data_sets_draw_new_numbers_each_epoch() -> None:

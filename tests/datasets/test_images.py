@@ -113,9 +113,7 @@ def test_a_square_comes_of_any_shape(height: int, width: int) -> None:
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("sides", [(20, 24), (80, 33)])
-def test_resized_pixels_are_torchvisions(
-    interpolation: str, dtype: torch.dtype, sides: tuple[int, int]
-) -> None:
+def test_resizing_is_torchvisions(interpolation: str, dtype: torch.dtype, sides: tuple[int, int]) -> None:
     part = random_images(1, 3, 48, 64)[0].to(dtype)[:, 5:40, 3:50]
     expected = tvf.resize(part, list(sides), InterpolationMode(interpolation), antialias=True)
     for image in (part, part.permute(1, 2, 0).contiguous().permute(2, 0, 1)):

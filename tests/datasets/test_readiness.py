@@ -149,10 +149,8 @@ def test_where_the_loader_cannot_be_asked_next_waits(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.fault(22)
 def test_an_error_makes_ready_and_is_raised_by_next() -> None:
-    with (
-        training(BrokenSplit(OSError("truncated")), workers=1) as batches,
-        pytest.raises(BadFileError, match="sample 5"),
-    ):
+    broken = BrokenSplit(OSError("truncated"))
+    with training(broken, workers=1) as batches, pytest.raises(BadFileError, match="sample 5"):
         while True:
             wait_until_ready(batches)
             next(batches)

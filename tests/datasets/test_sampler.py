@@ -19,28 +19,33 @@ def sampler(position: Position | None = None, rank: int = 0, world_size: int = 1
 
 
 def micro_batches(world_size: int, position: Position | None = None, **given: Any):
-    """All ranks' slots that count: (step, number) → (window, epoch, indices)."""
+    """All ranks' slots that count: (step, number) → (window, epoch, indices, repeats)."""
     found: dict[tuple[int, int], Any] = {}
     for rank in range(world_size):
         for slot in sampler(position, rank, world_size, **given):
             if slot.weight:
                 assert (slot.step, slot.number) not in found
-                found[slot.step, slot.number] = (slot.window, slot.epoch, slot.indices.tolist())
+                repeats = torch.as_tensor(slot.repeats).tolist()
+                found[slot.step, slot.number] = (slot.window, slot.epoch, slot.indices.tolist(), repeats)
     return dict(sorted(found.items()))
 
 
+@pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
-def test_any_number_of_ranks_reads_the_same_micro_batches(world_size: int) -> None:
-    assert micro_batches(world_size) == micro_batches(1)
+def test_any_number_of_ranks_reads_the_same_micro_batches(world_size: int, repeats: int) -> None:
+    assert micro_batches(world_size, repeats=repeats) == micro_batches(1, repeats=repeats)
 
 
+@pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("start", [1, 3, 4, 10, 11])
 @pytest.mark.parametrize("skipped", [(), (0,), (2, 3, 7), (4, 9, 40)])
-def test_starting_anywhere_gives_the_tail(world_size: int, start: int, skipped: tuple[int, ...]) -> None:
-    whole = micro_batches(world_size, Position(0, skipped))
+def test_starting_anywhere_gives_the_tail(
+    world_size: int, start: int, skipped: tuple[int, ...], repeats: int
+) -> None:
+    whole = micro_batches(world_size, Position(0, skipped), repeats=repeats)
     tail = {key: value for key, value in whole.items() if key[0] >= start}
-    assert micro_batches(world_size, Position(start, skipped)) == tail
+    assert micro_batches(world_size, Position(start, skipped), repeats=repeats) == tail
 
 
 def test_ranks_take_turns_and_spare_slots_weigh_nothing() -> None:
@@ -125,24 +130,12 @@ def test_positions_must_be_sorted() -> None:
         Position(0, (3, 2))
 
 
-def repeated(world_size: int, position: Position | None = None, **given: Any):
-    """All ranks' slots of repeated samples that count: (step, number) → [(index, repeat), …]."""
-    found: dict[tuple[int, int], Any] = {}
-    for rank in range(world_size):
-        for slot in sampler(position, rank, world_size, **given):
-            assert isinstance(slot.repeats, torch.Tensor)
-            if slot.weight:
-                pairs = zip(slot.indices.tolist(), slot.repeats.tolist(), strict=True)
-                found[slot.step, slot.number] = list(pairs)
-    return dict(sorted(found.items()))
-
-
 @pytest.mark.parametrize("repeats", [2, 3, 4, 12])
 def test_a_step_reads_each_of_its_samples_as_often_as_repeats_says(repeats: int) -> None:
-    found = repeated(1, repeats=repeats, total_steps=4)
+    found = micro_batches(1, repeats=repeats, total_steps=4)
     samples: list[int] = []
     for step in range(4):
-        pairs = [pair for number in range(6) for pair in found[step, number]]
+        pairs = [pair for number in range(6) for pair in zip(*found[step, number][2:], strict=True)]
         indices = sorted({index for index, _ in pairs})
         assert sorted(pairs) == [(index, repeat) for index in indices for repeat in range(repeats)]
         assert len(indices) == G // repeats
@@ -171,15 +164,6 @@ def test_repeats_are_dealt_to_micro_batches_as_timm_deals_them_to_ranks() -> Non
         assert slot.epoch == 0
         start = slot.step * size * repeats
         assert slot.indices.tolist() == theirs[slot.number][start : start + size * repeats]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
-def test_repeats_are_the_same_on_any_number_of_ranks_and_after_a_resume(world_size: int) -> None:
-    skipped = Position(0, (2, 3, 7))
-    whole = repeated(1, skipped, repeats=4)
-    assert repeated(world_size, skipped, repeats=4) == whole
-    tail = {key: value for key, value in whole.items() if key[0] >= 3}
-    assert repeated(world_size, Position(3, (2, 3, 7)), repeats=4) == tail
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -27,14 +27,12 @@ from hpc_train.training.datasets.images import as_tensor
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples, stand_ins, too_many
 from hpc_train.training.datasets.types import Batch
-from tests.datasets.samples import CPU, OneByOne, experiment, random_split, source
+from tests.datasets.samples import AUGMENT, CPU, TOTAL_STEPS, OneByOne, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.fault(22)
 
-AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}
-SAMPLES = 20
-TOTAL_STEPS = 7  # G = 8: two steps per epoch
+SAMPLES = 20  # G = 8: two steps per epoch
 
 
 def _truncate(file: Path) -> None:
@@ -148,9 +146,8 @@ class PartlyBroken(OneByOne):
 
 def indices_of(count: int = SAMPLES) -> dict[tuple[int, int], list[int]]:
     """Return which samples are where when all can be read."""
-    with training_batches(
-        source(random_split(count)), experiment(), Position(0), TOTAL_STEPS, 0, 1, CPU
-    ) as batches:
+    data = source(random_split(count))
+    with training_batches(data, experiment(), Position(0), TOTAL_STEPS, 0, 1, CPU) as batches:
         return {(slot.step, slot.number): slot.targets.tolist() for _, step in batches for slot in step}
 
 
@@ -262,9 +259,7 @@ def test_a_disk_that_fails_for_a_moment_makes_no_sample_bad(
     monkeypatch.setattr("hpc_train.training.datasets.reading._PAUSES_S", (0.0, 0.0))
     slots(training(source(Flaky(set())), paths))
     failures[6] = 3
-    with pytest.raises(
-        TransientStorageError, match=r"sample 6 can't be read at the moment: OSError: .* try again"
-    ):
+    with pytest.raises(TransientStorageError, match=r"sample 6 can't be read .*: OSError: .* try again"):
         slots(training(source(Flaky(set())), paths))
     assert not all_known(paths), "whatever stands in for it would make another run"
 
@@ -307,9 +302,7 @@ def test_the_file_names_each_once(
     lines = paths.attempt(1).bad_samples(0).read_text().splitlines()
     named = sorted((json.loads(line) for line in lines), key=lambda sample: sample["index"])
     assert [sample["index"] for sample in named] == sorted(DAMAGES)
-    assert [sample["name"] for sample in named] == [
-        str(_file(data.train, index)) for index in sorted(DAMAGES)
-    ]
+    assert [sample["name"] for sample in named] == [str(_file(data.train, i)) for i in sorted(DAMAGES)]
     assert named[0]["split"] == "train"
     assert "truncated" in named[0]["why"]
     assert sorted(record.getMessage() for record in caplog.records) == sorted(

@@ -138,22 +138,10 @@ def test_a_bad_sample_of_a_dict_batch_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "spec", "words"),
     [
-        (
-            Boxes(wrong=3),
-            BOXES,
-            r"sample 3 has the target 'labels' .* values 10 to 10, and task .* at most 9",
-        ),
+        (Boxes(wrong=3), BOXES, r"sample 3 has the target 'labels' .* values 10 to 10, .* at most 9"),
         (BoxTable(wrong=3), BOXES, r"sample 3 has the target 'labels' .* values 10 to 10, and task"),
-        (
-            Boxes(),
-            {"masks": BOXES["boxes"]},
-            r"the target a dict with boxes, labels, id, and task .* needs a dict",
-        ),
-        (
-            Boxes(),
-            BOXES["labels"],
-            r"the target a dict with boxes, labels, id, and task .* needs class numbers",
-        ),
+        (Boxes(), {"masks": BOXES["boxes"]}, r"a dict with boxes, labels, id, and task .* needs a dict"),
+        (Boxes(), BOXES["labels"], r"a dict with boxes, labels, id, and task .* needs class numbers"),
         (BoxTable(), TargetSpec("a class"), r"the target a dict with boxes, labels, id, and task"),
     ],
 )
@@ -174,17 +162,9 @@ def test_samples_of_one_structure_each_are_refused() -> None:
 @pytest.mark.parametrize(
     ("split", "data", "words"),
     [
-        (
-            Dicts(),
-            {"augment": {"hflip": 0.5}},
-            r"data\.augment: is for images, and samples have several inputs",
-        ),
+        (Dicts(), {"augment": {"hflip": 0.5}}, r"data\.augment: is for images, and .* have several inputs"),
         (DictTable(), {"image_size": 8}, r"data\.image_size: is for images, and samples have several inputs"),
-        (
-            Boxes(),
-            {"augment": {"hflip": 0.5}},
-            r"data\.augment\.hflip: moves the pixels .* of shape \(\d, 4\)",
-        ),
+        (Boxes(), {"augment": {"hflip": 0.5}}, r"data\.augment\.hflip: moves .* pixels .* shape \(\d, 4\)"),
     ],
 )
 def test_images_are_not_moved_where_the_rest_of_the_sample_would_stay(

@@ -161,9 +161,7 @@ def test_any_size_is_none_in_a_shape() -> None:
 
 @pytest.mark.parametrize("other", [0.5, [1, 2]])
 def test_targets_that_differ_in_dtype_or_shape_are_refused_with_both_samples(other: Any) -> None:
-    with pytest.raises(
-        BadFileError, match=r"^data: sample \d has the target .*, and sample \d .*; return targets"
-    ):
+    with pytest.raises(BadFileError, match=r"^data: sample \d has .*, and sample \d .*; return targets"):
         read(Samples(others(other)))
 
 
@@ -214,10 +212,7 @@ def test_rows_of_features_have_one_length() -> None:
         (([0] * 8, torch.zeros(8)), r"Wrong\.batch must return"),
         ((torch.zeros(8, 3, 4, 4), torch.zeros(())), r"Wrong\.batch must return"),
         ((torch.zeros(7, 3, 4, 4), torch.zeros(8)), r"Wrong\.batch must return"),
-        (
-            (torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8)),
-            r"inputs of torch\.int32 and shape \(8, 4\)",
-        ),
+        ((torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8)), r"inputs of .*int32 and shape \(8, 4\)"),
         ((torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.zeros(8)), r"1 channels, .* channels=3"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from hpc_train.training.datasets import workers
 from hpc_train.training.datasets.batches import training_batches
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.workers import WorkerLostError
+from tests import warm
 from tests.datasets.samples import CPU, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
@@ -61,8 +61,10 @@ raise KeyError("the rank's own mistake")
 
 def start_rank(mode: str, fifo: Path) -> tuple[subprocess.Popen[str], list[int]]:
     os.mkfifo(fifo)
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, mode, str(fifo)],
+    rank = warm.start_script(
+        RANK,
+        mode,
+        str(fifo),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -130,9 +132,7 @@ def test_a_worker_that_is_killed_while_it_writes_is_noticed(workers: int) -> Non
                     next(batches)
 
 
-def test_a_thread_that_pins_memory_and_waits_for_the_device_keeps_no_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_pins_memory_and_waits_keeps_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch joins that thread without a limit; loader processes are killed then."""
     monkeypatch.setattr(workers, "_SHUTDOWN_LIMIT_S", 0.1)
     batches = training_batches(source(random_split(8)), experiment(), Position(0), 1000, 0, 1, CPU)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hpc_train.errors import BadFileError, BadNodeError
-from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.data_facts.by_name import has_one_shape
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.training.distributed.device import choose_device, limit_memory, set_determinism, set_threads
 from tests.distributed.scripts import run_script
+from tests.experiments import tiny_experiment
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
@@ -91,9 +91,7 @@ def test_a_node_that_lost_a_gpu_is_at_fault(
         choose_device("cuda", local_rank, gpus_expected=True)
 
 
-def test_more_ranks_than_gpus_are_a_user_error_without_slurm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_ranks_than_gpus_are_a_user_error_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, 7, None)
     with pytest.raises(BadFileError, match="local rank 7 has no GPU of its own, this node shows 7"):
         choose_device("cuda", 7, gpus_expected=False)
@@ -209,14 +207,6 @@ def test_the_cpu_is_exact_unless_the_file_says_otherwise(monkeypatch: pytest.Mon
     assert set_determinism(True, cuda, has_one_shape=True)
 
 
-ONE_BY_ONE = {
-    "epochs": 1,
-    "global_batch_size": 8,
-    "micro_batch_size": 1,
-    "optimizer": {"name": "sgd", "lr": 0.1},
-}
-
-
 @pytest.mark.parametrize(
     ("is_searched", "keys"),
     [
@@ -230,7 +220,7 @@ ONE_BY_ONE = {
         (False, {"task": "my.tasks:Task", "data": {"name": "coco", "root": "/d", "image_size": 320}}),
         (False, {"task": "my.tasks:Task", "data": {"name": "my.data:make", "image_size": 224}}),
         (False, {"data": {"name": "my.data:make"}}),
-        (False, {"data": {"name": "imagefolder", "root": "/d"}, "optimization": ONE_BY_ONE}),
+        (False, {"data": {"name": "imagefolder", "root": "/d"}, "optimization": {"micro_batch_size": 1}}),
     ],
 )
 def test_cudnn_times_its_kernels_only_where_all_batches_have_one_shape(
@@ -238,15 +228,8 @@ def test_cudnn_times_its_kernels_only_where_all_batches_have_one_shape(
 ) -> None:
     """On a GPU, as a rank and the trial of a micro-batch size set it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    size = {"micro_batch_size": keys.pop("micro_batch_size", 4)}
-    optimization = {"epochs": 1, "global_batch_size": 8, "optimizer": {"name": "sgd", "lr": 0.1}, **size}
-    file = {
-        "name": "e",
-        "task": "classification",
-        "model": {"name": "timm/resnet18"},
-        "data": {"name": "digits"},
-    }
-    experiment = Experiment.model_validate({**file, "optimization": optimization, **keys})
+    sections = {key: value for key, value in keys.items() if key != "optimization"}
+    experiment = tiny_experiment({"global_batch_size": 8, **keys.get("optimization", {})}, **sections)
     set_determinism(experiment.deterministic, torch.device("cuda"), has_one_shape=has_one_shape(experiment))
     assert torch.backends.cudnn.benchmark == is_searched
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
+from tests import warm
 from tests.waiting import HANG_LIMIT_S
 
 #: The first ``argv[1]`` children stop, or die, where Python 3.11 may block: before a line of their own.
@@ -42,8 +42,11 @@ while not pids.empty():
 
 
 def run(num_blocked: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CHILDREN, str(num_blocked), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_LIMIT_S)
+    with warm.start_script(
+        CHILDREN, str(num_blocked), *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        out, err = process.communicate(timeout=HANG_LIMIT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @pytest.mark.fault(21)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_train.run import storage_errors
-from hpc_train.training.distributed.log_stream import tolerant
+from hpc_train.training.main import tolerant
 
 pytestmark = pytest.mark.fault(9)
 

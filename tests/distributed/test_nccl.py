@@ -59,10 +59,7 @@ TEXTS = [
         ),
         Fault.SYSTEM,
     ),
-    (
-        legacy(INTERNAL, "ncclInternalError: Internal check failed", REMOTE),
-        Fault.SYSTEM,
-    ),
+    (legacy(INTERNAL, "ncclInternalError: Internal check failed", REMOTE), Fault.SYSTEM),
     (legacy(f"unhandled cuda error {INFO}", "ncclUnhandledCudaError: Call to CUDA", "memory"), Fault.DEVICE),
     (
         legacy(f"invalid usage {WARN}", "ncclInvalidUsage: This usually reflects", "Duplicate GPU detected"),

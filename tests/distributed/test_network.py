@@ -43,19 +43,20 @@ def test_slurms_own_address_comes_first_and_names_are_published_too(names: dict[
     assert listened(slurm) == ("127.0.0.5", ["127.0.0.5", "n1", "node1", "node1.cluster"])
 
 
-def test_an_address_of_another_node_is_not_used(
-    names: dict[str, list[str]],
+@pytest.mark.parametrize(
+    ("own", "address_of_srun", "expected"),
+    [
+        (["127.0.0.1", "127.0.0.7"], "192.0.2.200", "127.0.0.7"),  # as Debian has it: loopback comes first
+        ([], "127.0.0.1", "127.0.0.1"),
+        (["127.0.0.7"], "127.0.0.1", "127.0.0.7"),
+    ],
+    ids=["another node's", "loopback alone", "a name besides loopback"],
+)
+def test_loopback_and_an_address_of_another_node_come_last(
+    names: dict[str, list[str]], own: list[str], address_of_srun: str, expected: str
 ) -> None:
-    names["node1"] = ["127.0.0.1", "127.0.0.7"]  # as Debian has it: its own name is loopback first
-    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "192.0.2.200", "SLURMD_NODENAME": "n1"}
-    assert listened(slurm)[0] == "127.0.0.7"
-
-
-def test_loopback_is_taken_only_where_no_name_says_otherwise(names: dict[str, list[str]]) -> None:
-    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.1"}
-    assert listened(slurm)[0] == "127.0.0.1"
-    names["node1"] = ["127.0.0.7"]
-    assert listened(slurm)[0] == "127.0.0.7"
+    names["node1"] = own
+    assert listened({"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": address_of_srun})[0] == expected
 
 
 def test_a_loopback_name_is_skipped(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

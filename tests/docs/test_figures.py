@@ -293,6 +293,20 @@ def _of_compilation() -> Iterator[str]:
         (arms,) = (each["arms"] for each in found if each["title"] == compile_start.TITLES[title])
         cold_s, warm_s = (arms[arm]["median"] for arm in (compile_start.COLD, compile_start.WARM))
         yield f"| {row} | {cold_s:.1f} s | {warm_s:.1f} s |"
+    for scope, mode in compile_start.settings("cuda"):
+        row = "false" if scope == "eager" else compile_start.row_title(scope, mode)
+        cells = [cell for device in compile_start.MODES for cell in _of_mode(device, scope, mode)]
+        yield f"| `{row}` | {' | '.join(cells)} |"
+
+
+def _of_mode(device: str, scope: str, mode: str) -> list[str]:
+    """Return the cells of a mode on a device; the GPU's results may be absent."""
+    if mode not in compile_start.MODES[device]:
+        return ["as `default`"] * 2
+    tables = {table["title"]: table["rows"] for table in _result("compile_start")["tables"]}
+    rows = tables.get(compile_start.MODES_TITLE[device], {})
+    row = rows.get(compile_start.row_title(scope, mode))
+    return ["not measured"] * 2 if row is None else [f"{row[step]:.3g} s" for step in ("first step", "step")]
 
 
 def _of_open_files() -> Iterator[str]:

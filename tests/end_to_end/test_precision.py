@@ -28,7 +28,7 @@ CONSTANT = "optimization.schedule={name: constant}"
 SHORT = (CONSTANT, "optimization.steps=8", "evaluation.every_steps=8", "model.args={norm: false, dropout: 0}")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_fp16_keeps_its_loss_scale_in_the_checkpoint(strategy: str, tmp_path: Path) -> None:
     paths = submit(tmp_path, *SHORT, "precision=fp16", f"parallel.strategy={strategy}")
     saved = [json.loads(each.state.read_text())["scaler"] for each in committed(paths)]
@@ -38,7 +38,7 @@ def test_fp16_keeps_its_loss_scale_in_the_checkpoint(strategy: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("strategy", "precision", "dtype"), [
-    ("ddp", "bf16", "torch.bfloat16"),
+    pytest.param("ddp", "bf16", "torch.bfloat16", marks=pytest.mark.soak),
     ("fsdp", "bf16", "torch.bfloat16"),
     ("ddp", "fp16", "torch.float16"),
     ("fsdp", "fp32", "torch.float32"),
@@ -61,6 +61,7 @@ def test_activations_are_of_the_precision_asked_for(
     assert set(seen.read_text().split()) == {dtype}
 
 
+@pytest.mark.soak
 def test_compiled_blocks_train_as_eager_ones_do(tmp_path: Path) -> None:
     eager = submit(tmp_path / "eager", *SHORT, devices=1)
     compiled = submit(tmp_path / "compiled", *SHORT, "compile=true", devices=1)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,12 +29,12 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.checkpoints import committed
 from tests import warm
-from tests.commits import commit
 from tests.end_to_end.runs import assert_equal_to_the_bit, rows
 from tests.faults.driver import assert_whole, complete, strike
 from tests.faults.faults import Fault, Kill, KillNode
 from tests.faults.local import EXPERIMENT
 from tests.faults.on_slurm import SlurmRun
+from tests.faults.results import failed_results
 from tests.faults.runs import wait
 from tests.faults.schedule import Frame, Schedule, parse_seeds
 from tests.quiet import QuietRuns
@@ -164,6 +161,9 @@ class Result:
         shape = f"{self.shape.strategy} on {self.shape.nodes}+{self.shape.spare_nodes}"
         faults = f"{', '.join(self.faults)}; {sum(self.in_place)} in place"
         return f"seed {self.seed}: {shape}: {faults}: {self.seconds:.0f} s: {end}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"equal": not self.error}
 
 
 class NodePool:
@@ -359,19 +359,12 @@ def soak(
     os.environ.setdefault("HPC_TRAIN_CACHE", str(_NAMES))
     os.environ.setdefault("HPC_TRAIN_NO_MEMORY", "1")
     folder = Path(tempfile.mkdtemp(prefix="hpc-train-soak-"))
-    failed = []
     # With accounting: without it Slurm up to 24.05 refuses any change of a job that has outlived one of its
     # nodes, such as of its time limit, since slurmctld waits for a new index in the database.
     with running(Settings(num_nodes=_NUM_NODES)) as cluster, ThreadPoolExecutor(parallel) as pool:
         running_soak = Soak(cluster, folder, owns_shm)
-        for future in as_completed([pool.submit(running_soak.seed, seed) for seed in seeds]):
-            result = future.result()
-            print(result.line(), flush=True)
-            if results is not None:
-                write(results, result)
-            if result.error:
-                failed.append(result)
-                print(f"{result.error}\nkept: {folder}", file=sys.stderr, flush=True)
+        futures = [pool.submit(running_soak.seed, seed) for seed in seeds]
+        failed = failed_results((future.result() for future in as_completed(futures)), folder, results, facts)
         running_soak.assert_nothing_is_left()
     if owns_shm:
         assert_shm_is_empty()
@@ -380,28 +373,12 @@ def soak(
     return failed
 
 
-def write(path: Path, result: Result) -> None:
-    """Add a seed's result to the file, in the place of an earlier one's; first what it was measured with."""
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    runs = {int(each["seed"]): each for each in known.get("runs", [])}
-    found = {"equal": not result.error, "error": result.error[:500], "commit": commit()}
-    runs[result.seed] = asdict(result) | found
-    ordered = [runs[seed] for seed in sorted(runs)]
-    counts = {"seeds": len(ordered), "equal": sum(each["equal"] for each in ordered)}
-    told = {"date": datetime.now(UTC).date().isoformat()} | versions() | counts | {"runs": ordered}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(told, indent=1) + "\n")
-    temporary.rename(path)
-
-
-def versions() -> dict[str, str]:
-    """Return what the runs were made with."""
-    from importlib.metadata import version
-
+def facts(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the version of Slurm, and counts of the runs."""
     slurm = subprocess.run(
         [program_path("slurmctld"), "-V"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    return {"python": platform.python_version(), "torch": version("torch"), "slurm": slurm}
+    return {"slurm": slurm, "seeds": len(runs), "equal": sum(run["equal"] for run in runs)}
 
 
 def main(words: Sequence[str]) -> int:

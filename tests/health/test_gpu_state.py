@@ -19,10 +19,11 @@ UP, DOWN = "Link 0: 26.562 GB/s", "Link 1: <inactive>"
 SOUND = {"query-gpu": "0, Not Active", "query-remapped-rows": "0, 0", "nvlink": UP}
 XID = "[7.1] NVRM: Xid (PCI:0000:41:00): 79, pid=7, GPU has fallen off the bus."
 CUDA = torch.device("cuda", 0)
+Smi = Callable[..., None]
 
 
 @pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     """Let nvidia-smi answer for a sound GPU, except as told."""
     properties = SimpleNamespace(uuid="8f", pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -45,7 +46,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({"nvlink": f"GPU 0: A\\n  {UP}\\n  {DOWN}"}, GpuState(links_up=1, links_down=1)),
     ],
 )
-def test_nvidia_smi_is_read(smi: Callable[..., None], answers: dict[str, str], state: GpuState) -> None:
+def test_nvidia_smi_is_read(smi: Smi, answers: dict[str, str], state: GpuState) -> None:
     smi(**{key: answer.replace("\\n", "\n") for key, answer in answers.items()})
     assert read_state("GPU-8f") == state
 
@@ -59,7 +60,7 @@ def test_a_driver_that_tells_nothing_is_no_fault(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize(("rows", "words"), [("1, 0", "waits for a reset"), ("0, 1", "must be repaired")])
-def test_memory_to_be_reset_excludes_the_node(smi: Callable[..., None], rows: str, words: str) -> None:
+def test_memory_to_be_reset_excludes_the_node(smi: Smi, rows: str, words: str) -> None:
     smi(query_remapped_rows=rows)
     with pytest.raises(HpcTrainError, match=words):
         node_check._check_gpu(CUDA)
@@ -67,10 +68,7 @@ def test_memory_to_be_reset_excludes_the_node(smi: Callable[..., None], rows: st
 
 @pytest.mark.fault(14)
 def test_what_may_be_momentary_only_warns(
-    smi: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     smi(query_gpu="3, Active", nvlink=f"{UP}\n{DOWN}")
     put_program(tmp_path, "dmesg", f"print({XID!r})\nprint({XID.replace(':41:', ':42:')!r})", monkeypatch)

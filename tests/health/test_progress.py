@@ -31,6 +31,9 @@ def test_each_new_piece_of_work_counts_and_renews_the_age(clock: list[float]) ->
 
 def test_reporting_the_same_work_again_is_not_progress(clock: list[float]) -> None:
     progress = Progress()
+    assert str(Standing(0, "joining", None, 0, None, False, 0.0, True)) == "joining"
+    with pytest.raises(AssertionError):
+        progress.at("trainig")
     progress.at("training", 5)
     before = progress.standing
     advance(clock)
@@ -83,15 +86,6 @@ def test_what_compiles_or_waits_for_one_disk_may_take_long() -> None:
     assert may_take_long("saving", 2)
     assert not may_take_long("training", 3)
     assert may_take_long("saving", 3)
-
-
-def test_a_phase_that_is_none_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError):
-        Progress().at("trainig")
-
-
-def test_a_standing_without_a_step_says_its_phase() -> None:
-    assert str(Standing(0, "joining", None, 0, None, False, 0.0, True)) == "joining"
 
 
 def test_what_is_built_again_may_take_long_again() -> None:

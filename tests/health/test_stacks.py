@@ -78,12 +78,15 @@ def test_the_stacks_of_all_threads_are_written_under_the_header(tmp_path: Path) 
     assert "in test_the_stacks_of_all_threads" in text
 
 
-def test_a_stopped_process_is_seen_as_that(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_is_stopped_or_gone_is_seen_as_that(child: subprocess.Popen[bytes]) -> None:
     process = process_of(child)
     child.send_signal(signal.SIGSTOP)
     wait_for_state(process, "T")
     assert in_words("T") == "is stopped (SIGSTOP)"
     assert describe(process).startswith(f"process {child.pid} is stopped (SIGSTOP)\n  thread {child.pid} ")
+    child.kill()
+    wait_for_state(process, GONE)
+    assert "gone" in describe(process)
 
 
 def test_children_are_described_too() -> None:
@@ -95,13 +98,6 @@ def test_children_are_described_too() -> None:
             time.sleep(0.02)
         assert parent.stdin is not None
         parent.stdin.write(b"\n")
-
-
-def test_one_that_has_ended_is_gone(child: subprocess.Popen[bytes]) -> None:
-    process = process_of(child)
-    child.kill()
-    wait_for_state(process, GONE)
-    assert "gone" in describe(process)
 
 
 def test_of_another_machines_processes_nothing_is_said() -> None:

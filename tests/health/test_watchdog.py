@@ -162,6 +162,13 @@ class Watched:
     def ticks(self) -> int:
         return self.watchdog._tick
 
+    def hang(self, step: int = 1) -> None:
+        """Have the rank hang in this step until the watchdog ends it."""
+        self.progress.has_stepped()
+        self.progress.at("training", step)
+        self.watchdog.start()
+        wait_until(lambda: bool(self.codes), "the end")
+
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
@@ -172,10 +179,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 @pytest.mark.fault(17)
 def test_one_rank_that_hangs_is_reported_with_its_stacks(watched: Watched) -> None:
-    watched.progress.at("training", 57)
-    watched.progress.has_stepped()
-    watched.watchdog.start()
-    wait_until(lambda: bool(watched.codes), "the end")
+    watched.hang(step=57)
     assert watched.codes == [ExitCode.HUNG]
     assert watched.watchdog.is_ending.is_set()
     error = watched.attempt.error(0).read_text()
@@ -205,9 +209,8 @@ def test_before_the_first_step_a_rank_may_take_long(watched: Watched) -> None:
     wait_until(lambda: bool(watched.codes), "the end")
 
 
-def test_a_rank_that_gets_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_gets_on_is_left_alone(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """For three times the limit; it has done a step whenever the watchdog looks, however busy the machine."""
-    watched = Watched(tmp_path / "3")
     look = watched.watchdog._look
 
     def step_and_look() -> None:
@@ -218,7 +221,6 @@ def test_a_rank_that_gets_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
     watched.progress.has_stepped()
     watched.watchdog.start()
     wait_until(lambda: watched.ticks() >= 12 or bool(watched.codes), "twelve ticks")
-    watched.watchdog.stop()
     assert watched.codes == []
 
 
@@ -233,12 +235,10 @@ def test_the_heartbeat_is_there_from_the_start(watched: Watched) -> None:
     assert (rank["phase"], rank["step"], rank["pid"]) == ("building", None, os.getpid())
 
 
-def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
-    watched = Watched(tmp_path / "3")
+def test_a_folder_that_is_gone_ends_nothing(watched: Watched) -> None:
     watched.attempt.folder.rmdir()
     watched.watchdog.start()
     wait_until(lambda: watched.ticks() > 3, "three ticks")
-    watched.watchdog.stop()
     assert watched.codes == []
 
 
@@ -254,10 +254,7 @@ def test_stop_signals_are_left_to_the_main_thread(watched: Watched) -> None:
 
 def test_the_end_that_a_rank_left_itself_stands(watched: Watched) -> None:
     tell_end(watched.attempt, 0, ExitCode.FAILED, "n1")
-    watched.progress.has_stepped()
-    watched.progress.at("training", 1)
-    watched.watchdog.start()
-    wait_until(lambda: bool(watched.codes), "the end")
+    watched.hang()
     assert ends(watched.attempt) == {0: (1, "n1")}
     assert not watched.attempt.error(0).exists()
 
@@ -273,10 +270,7 @@ def test_a_hung_disk_blocks_no_exit(watched: Watched, monkeypatch: pytest.Monkey
     monkeypatch.setattr(alarm, "save_stacks", hang)
     monkeypatch.setattr(alarm, "tell_error", hang)
     monkeypatch.setattr(alarm, "_DISK_LIMIT_S", 0.2)
-    watched.progress.has_stepped()
-    watched.progress.at("training", 1)
-    watched.watchdog.start()
-    wait_until(lambda: bool(watched.codes), "the end")
+    watched.hang()
     is_over.set()
     assert watched.codes == [ExitCode.HUNG]
 
@@ -302,14 +296,17 @@ def test_the_connecting_librarys_interface_is_named(tmp_path: Path, monkeypatch:
 # Several, as processes of their own.
 
 
+ONE = """
+def work(step):
+    if rank == {rank} and is_time():
+        {act}
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_stopped_rank_is_named_and_all_end(tmp_path: Path) -> None:
-    work = """
-def work(step):
-    if rank == 2 and is_time():
-        os.kill(os.getpid(), signal.SIGSTOP)
-"""
+    work = ONE.format(rank=2, act="os.kill(os.getpid(), signal.SIGSTOP)")
     attempt = AttemptPaths(tmp_path / "3")
     with started(attempt.folder, 4, work, hang_after_s=2, num_nodes=2, num_silent=1) as ranks:
         others = [ranks[0], ranks[1], ranks[3]]
@@ -333,14 +330,8 @@ def work(step):
 @pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_rank_in_a_loop_of_its_own_is_named_by_what_it_has_not_begun(tmp_path: Path) -> None:
-    work = """
-def never_ends():
-    while True:
-        time.sleep(0.01)
-def work(step):
-    if rank == 1 and is_time():
-        never_ends()
-"""
+    loop = "def never_ends():\n    while True:\n        time.sleep(0.01)\n"
+    work = loop + ONE.format(rank=1, act="never_ends()")
     attempt = AttemptPaths(tmp_path / "3")
     with started(attempt.folder, 2, work, hang_after_s=2) as ranks:
         assert codes_of(ranks) == [ExitCode.PEER_LOST, ExitCode.HUNG]
@@ -355,11 +346,7 @@ def work(step):
 @pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_rank_whose_interpreter_is_held_is_like_one_that_is_stopped(tmp_path: Path) -> None:
-    work = """
-def work(step):
-    if rank == 1 and is_time():
-        ctypes.PyDLL(None).sleep(600)
-"""
+    work = ONE.format(rank=1, act="ctypes.PyDLL(None).sleep(600)")
     attempt = AttemptPaths(tmp_path / "3")
     with started(attempt.folder, 2, work, hang_after_s=2, num_silent=1) as ranks:
         assert codes_of(ranks[:1]) == [ExitCode.PEER_LOST]
@@ -371,11 +358,7 @@ def work(step):
 @pytest.mark.slow
 @pytest.mark.fault(17)
 def test_rank_0_is_named_where_the_store_that_it_keeps_is_silent(tmp_path: Path) -> None:
-    work = """
-def work(step):
-    if rank == 0 and is_time():
-        os.kill(os.getpid(), signal.SIGSTOP)
-"""
+    work = ONE.format(rank=0, act="os.kill(os.getpid(), signal.SIGSTOP)")
     attempt = AttemptPaths(tmp_path / "3")
     with started(attempt.folder, 2, work, hang_after_s=2, num_silent=1) as ranks:
         assert codes_of(ranks[1:]) == [ExitCode.PEER_LOST]

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from hpc_train.loggers import process_logger
+from hpc_train.paths import RunPaths
 from tests.loggers.tracking_server import serving
 from tests.loggers.wandb_server import WandbServer
 from tests.waiting import HANG_LIMIT_S
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """The folder of run ``run1``."""
+    (tmp_path / "cifar" / "run1").mkdir(parents=True)
+    return RunPaths(tmp_path / "cifar" / "run1")
 
 
 @pytest.fixture(autouse=True)

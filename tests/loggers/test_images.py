@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_train.loggers.base import Logger
 from hpc_train.loggers.metrics_writer import MetricsWriter
@@ -23,13 +22,8 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.evaluation_outputs import EvaluationFiles, png
 from tests.loggers.test_run_folder_loggers import killed
-from tests.loggers.wandb_files import context, read_run, row
+from tests.loggers.wandb_files import context, events_in, read_run, row
 from tests.loggers.wandb_server import WandbServer
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
 
 
 def image_of(step: int, attempt: int) -> bytes:
@@ -78,10 +72,9 @@ def preempted_killed_and_rolled_back(run: RunPaths, make_logger: Any) -> dict[in
 
 def test_tensorboard_shows_each_image_once(run: RunPaths) -> None:
     expected = preempted_killed_and_rolled_back(run, lambda n: TensorboardLogger(context(run.folder, n)))
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"images": 0})
-    events.Reload()
-    assert events.Tags()["images"] == ["val/predictions"]
-    shown = events.Images("val/predictions")
+    images = events_in(run, "images")
+    assert images.keys() == {"val/predictions"}
+    shown = images["val/predictions"]
     assert [(each.step, each.encoded_image_string) for each in shown] == list(expected.items())
     assert {(each.width, each.height, each.wall_time) for each in shown} == {(5, 4, 1.0)}
 
@@ -89,9 +82,7 @@ def test_tensorboard_shows_each_image_once(run: RunPaths) -> None:
 def test_images_that_a_killed_attempt_did_not_flush_are_written_again(run: RunPaths) -> None:
     killed(lambda: train(run, begin(run, 0, TensorboardLogger(context(run.folder))), 1, range(1, 3)))
     begin(run, 2, TensorboardLogger(context(run.folder, 2))).close()
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"images": 0})
-    events.Reload()
-    assert [each.step for each in events.Images("val/predictions")] == [1, 2]
+    assert [each.step for each in events_in(run, "images")["val/predictions"]] == [1, 2]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0", b"GIF" * 20])
@@ -101,9 +92,7 @@ def test_a_damaged_image_is_omitted(content: bytes, run: RunPaths) -> None:
     logger.rows_committed(0)
     logger.log_images(row("val", 1), run.evaluation_images(1))
     logger.close("completed")
-    events = EventAccumulator(str(run.tensorboard))
-    events.Reload()
-    assert events.Tags()["images"] == []
+    assert events_in(run, "images") == {}
 
 
 def test_images_are_the_plain_png_files_of_a_step(run: RunPaths) -> None:

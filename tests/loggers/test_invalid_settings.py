@@ -55,10 +55,8 @@ def test_an_invalid_variable_of_mlflow_is_named(monkeypatch: pytest.MonkeyPatch)
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR=x is invalid and is ignored",
         "MLFLOW_HTTP_REQUEST_TIMEOUT=10s is invalid and is ignored",
     ]
-    assert (
-        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
-        == process_logger.MLFLOW_DEFAULTS["MLFLOW_HTTP_REQUEST_TIMEOUT"]
-    )
+    timeout = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    assert os.environ[timeout] == process_logger.MLFLOW_DEFAULTS[timeout]
     assert "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR" not in os.environ
 
 

@@ -22,7 +22,7 @@ from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run import frozen_experiment
 from hpc_train.run.metric_rows import iter_rows
-from tests.cli.commands import hpc_train
+from tests.cli.commands import succeeded
 from tests.loggers.attempts import Attempt
 from tests.loggers.mlflow_server import MlflowServer
 from tests.loggers.test_mlflow import expected
@@ -173,7 +173,7 @@ def sample() -> list[tuple[str, Kind]]:
     by_tracker = ([pair for pair in others if pair[0] == tracker] for tracker in ("wandb", "mlflow"))
     draw = random.Random(3)
     return always + [
-        pair for count, some in zip((3, 1), by_tracker, strict=True) for pair in draw.sample(some, count)
+        pair for count, some in zip((1, 0), by_tracker, strict=True) for pair in draw.sample(some, count)
     ]
 
 
@@ -275,8 +275,7 @@ def test_rows_are_complete_and_once_after_sync(
 
         _behave(server)
         _set_address(monkeypatch, server.url)
-        done = hpc_train("sync", "abc", "--to", tracker)
-        assert done.code == 0, done.err
+        done = succeeded("sync", "abc", "--to", tracker)
         assert has_exactly(server, run)
         if isinstance(server, MlflowServer):
             (served,) = server.runs.values()

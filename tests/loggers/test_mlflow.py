@@ -35,12 +35,6 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    (tmp_path / "cifar" / "run1").mkdir(parents=True)
-    return RunPaths(tmp_path / "cifar" / "run1")
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> str:
     return f"file://{tmp_path}/mlruns"
 
@@ -141,11 +135,7 @@ def test_history_equals_all_rows(run: RunPaths, store: str, capfd: pytest.Captur
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["between requests", "before the record"])
 def test_what_was_sent_before_a_kill_is_not_sent_again(
-    run: RunPaths,
-    store: str,
-    mirror: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    failing: str,
+    run: RunPaths, store: str, mirror: Make, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     write(run, range(1, 9))
     monkeypatch.setattr(mlflow, "_MAX_METRICS", 5)

@@ -12,10 +12,8 @@ from hpc_train.loggers.sending import OLDEST, TooOldPackageError, check_version,
 
 def test_the_oldest_versions_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    lines = [
-        *project["dependencies"],
-        *(each for extra in project["optional-dependencies"].values() for each in extra),
-    ]
+    extras = project["optional-dependencies"].values()
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
     required = dict(match.groups() for line in lines if (match := re.match(r"([\w-]+)>=([\d.]+)$", line)))
     for tracker in OLDEST:
         package, oldest = OLDEST[tracker][-1]

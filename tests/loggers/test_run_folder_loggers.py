@@ -9,24 +9,17 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_train.loggers.csv_files import CsvLogger
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import MetricsFile, iter_rows
-from tests.loggers.wandb_files import context, row
+from tests.loggers.wandb_files import context, row, scalars
 from tests.waiting import HANG_LIMIT_S, came_true
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
 
 
 def begin(run: RunPaths, attempt: int, step: int) -> MetricsWriter:
@@ -63,12 +56,6 @@ def killed(work: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     ended = int(time.time())  # event files are read in the order of the second in which they began
     assert came_true(lambda: time.time() >= ended + 1, HANG_LIMIT_S)
-
-
-def scalars(run: RunPaths) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def assert_equal_to_the_rows(run: RunPaths) -> None:

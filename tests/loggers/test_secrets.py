@@ -49,12 +49,6 @@ def _secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    (tmp_path / "cifar" / "run1").mkdir(parents=True)
-    return RunPaths(tmp_path / "cifar" / "run1")
-
-
 def leaks(folder: Path, outputs: Any) -> list[str]:
     """Return where the marker is: in files of the folder, or in what was printed."""
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -92,10 +86,7 @@ def test_wandb_writes_no_secret(
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
 def test_mlflow_writes_no_secret_of_an_address_that_is_no_url(
-    run: RunPaths,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    closed_port: int,
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], closed_port: int
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:p@{MARKER}/{MARKER}@127.0.0.1:{closed_port}")
     train(run, lambda number: MlflowLogger(context_of(run, None, number)))

@@ -162,9 +162,6 @@ def test_a_logger_that_can_not_start_is_a_warning(
     assert make_logger("own_logger:Broken", context(tmp_path)) is None
     [message] = caplog.messages
     assert "own_logger:Broken can't be started" in message and "training continues" in message
-
-
-def test_a_logger_that_works_is_made(tmp_path: Path) -> None:
     assert make_logger(f"{__name__}:Noting", context(tmp_path)) is not None
 
 

@@ -84,10 +84,8 @@ def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     assert logger._news.keys() == {"newest", "committed"}, "only the newest state waits"
     assert logger._news["committed"] == 499
     logger.close("completed")
-    assert (
-        capfd.readouterr().err
-        == process_logger.warning("wandb", "it did not finish within 0.2 s", "run1") + "\n"
-    )
+    late = process_logger.warning("wandb", "it did not finish within 0.2 s", "run1")
+    assert capfd.readouterr().err == late + "\n"
 
 
 @pytest.mark.parametrize("starts", [True, False])
@@ -97,11 +95,8 @@ def test_an_offline_process_that_starts_late_is_waited_for_once(
     """It starts after ``close`` has begun, or never."""
 
     def start(environment: object) -> subprocess.Popen[bytes]:
-        script = "import signal, sys; sys.stdin.readline(); sys.stdin.readline(); " + (
-            "import os; os.write(1, b'started')" if starts else "signal.pause()"
-        )
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        return subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **pipes)
+        end = "import os; os.write(1, b'started')" if starts else "signal.pause()"
+        return _started(f"import signal, sys; sys.stdin.readline(); sys.stdin.readline(); {end}")
 
     monkeypatch.setattr(process_logger, "_START_LIMIT_S", HANG_LIMIT_S if starts else 0.2)
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", HANG_LIMIT_S)
@@ -125,11 +120,14 @@ def test_a_process_that_can_not_start_is_one_warning(
     assert told.count("\n") == 1 and "can't be started" in told
 
 
+def _started(script: str) -> subprocess.Popen[bytes]:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    return subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **pipes)
+
+
 def _start_deaf(*_: object) -> subprocess.Popen[bytes]:
     """Start a process that reads nothing and never ends."""
-    command = [sys.executable, "-c", "import signal; signal.pause()"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    return subprocess.Popen(command, start_new_session=True, **pipes)
+    return _started("import signal; signal.pause()")
 
 
 def test_rows_keep_their_step_as_a_value() -> None:
@@ -209,18 +207,13 @@ def test_a_key_counts_for_its_server_alone(
     elif url is not None:
         _write_settings(tmp_path, f"base_url = {url}")
     assert has_key() == is_found
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
+    assert not has_key(), "the environment overrides the settings"
 
 
 def _write_settings(tmp_path: Path, text: str) -> None:
     (tmp_path / "config").mkdir(exist_ok=True)
     (tmp_path / "config" / "settings").write_text(f"[default]\n{text}\n")
-
-
-def test_the_environment_overrides_wandb_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "netrc").write_text("machine wandb.example.edu:8443 login user password secret\n")
-    _write_settings(tmp_path, f"base_url = {_OWN}")
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
-    assert not has_key()
 
 
 @pytest.mark.parametrize(

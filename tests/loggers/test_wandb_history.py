@@ -21,11 +21,6 @@ from tests.loggers.wandb_server import ServedRun, WandbServer
 from tests.waiting import HANG_LIMIT_S
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
-
-
 def write(run: RunPaths, attempt: int, steps: range, kept: int = 0) -> None:
     """Resume at step ``kept``, then write the rows of ``steps``."""
     file = MetricsFile(run.metrics, kept)
@@ -61,30 +56,20 @@ def test_rows_are_numbered_as_in_the_file_and_sent_once(run: RunPaths) -> None:
     assert sent(history, 3) == [(0, 1), (1, 2), (2, 3)]
     assert sent(history, 3) == []
     assert sent(history, 5) == [(3, 4), (4, 5)]
-
-
-def test_a_resumed_run_continues_behind_what_the_server_has(run: RunPaths) -> None:
-    write(run, 1, range(1, 6))
-    sent(history_of(run), 5)
     history = history_of(run)
     assert history.skip(3), "two rows were recorded and never arrived"
     assert history.suffix == ""
     assert sent(history, 5) == [(3, 4), (4, 5)]
+    write(run, 2, range(6, 9), kept=5)  # withdraws rows that were not sent
+    history = history_of(run)
+    assert history.suffix == "" and history.skip(5)
+    assert sent(history, 8) == [(5, 6), (6, 7), (7, 8)]
 
 
 def test_the_record_is_written_before_a_row_is_sent(run: RunPaths) -> None:
     write(run, 1, range(1, 6))
     next(history_of(run).batches_up_to(5))
     assert history_of(run).skip(5)
-
-
-def test_rows_that_were_not_sent_may_be_withdrawn(run: RunPaths) -> None:
-    write(run, 1, range(1, 8))
-    sent(history_of(run), 5)
-    write(run, 2, range(6, 9), kept=5)
-    history = history_of(run)
-    assert history.suffix == "" and history.skip(5)
-    assert sent(history, 8) == [(5, 6), (6, 7), (7, 8)]
 
 
 def test_a_withdrawal_of_sent_rows_begins_another_run(run: RunPaths) -> None:
@@ -144,6 +129,7 @@ def test_online_history_equals_the_rows(run: RunPaths, used_server: WandbServer)
 
 @pytest.mark.fault(30)
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_last_offline_attempt_has_all_rows(run: RunPaths) -> None:
     preempted_killed_and_rolled_back(run, logging_to(run, "offline"), lambda _: True)
     files = sorted(run.wandb.glob("offline-run-*/run-wid123.wandb"), key=lambda path: path.stat().st_mtime_ns)
@@ -168,21 +154,15 @@ def test_rows_sent_and_withdrawn_are_in_another_run(run: RunPaths, used_server: 
     assert used_server.runs["wid123-2"].name == "run1-2"
 
 
+_FATAL = "filestream: fatal error: filestream: failed to upload:"
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (
-            'filestream: fatal error: filestream: failed to upload: 401 Unauthorized url=http://h/x: {"a"}',
-            "401 Unauthorized",
-        ),
-        (
-            "filestream: fatal error: filestream: failed to upload: 404 Not Found url=http://h/x",
-            "404 Not Found",
-        ),
-        (
-            "filestream: fatal error: filestream: failed to upload: 413 Request Entity Too Large url=http://h",
-            "413 Request Entity Too Large",
-        ),
+        (f'{_FATAL} 401 Unauthorized url=http://h/x: {{"a"}}', "401 Unauthorized"),
+        (f"{_FATAL} 404 Not Found url=http://h/x", "404 Not Found"),
+        (f"{_FATAL} 413 Request Entity Too Large url=http://h", "413 Request Entity Too Large"),
         ("filestream: json decode error: invalid character '<'", "captive portal"),
         ("api: HTTP error 500 Internal", None),
     ],
@@ -219,10 +199,7 @@ class _FakeRun:
 def _begun_mirror(run: RunPaths) -> tuple[WandbMirror, list[str]]:
     """Return a mirror of eight rows, which has begun, and its warnings."""
     warnings: list[str] = []
-    file = MetricsFile(run.metrics, 0)
-    for step in range(1, 9):
-        file.append(row("train", step))
-    file.close()
+    write(run, 1, range(1, 9))
     mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
     mirror.begin()
     return mirror, warnings

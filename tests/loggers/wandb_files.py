@@ -8,29 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_train.experiment.config.schema import Experiment
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.paths import RunPaths
+from tests.experiments import tiny_experiment
 
 
 def context(
     folder: Path, attempt: int = 1, mode: str = "auto", args: dict[str, Any] | None = None
 ) -> LoggerContext:
-    experiment = Experiment.model_validate(
-        {
-            "name": "cifar",
-            "task": "classification",
-            "model": {"name": "timm/resnet18"},
-            "data": {"name": "digits"},
-            "optimization": {
-                "epochs": 1,
-                "global_batch_size": 4,
-                "micro_batch_size": 4,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-            },
-            "logging": {"wandb": {"project": "p", "mode": mode, "tags": ["a"]}},
-        }
-    )
+    logging = {"wandb": {"project": "p", "mode": mode, "tags": ["a"]}}
+    experiment = tiny_experiment(name="cifar", logging=logging)
     return LoggerContext(experiment, RunPaths(folder), "run1", attempt, "wid123", args or {})
 
 
@@ -66,6 +53,21 @@ def read_run(path: Path) -> tuple[Any, list[dict[str, Any]]]:
         if record.WhichOneof("record_type") == "history"
     ]
     return runs[0], rows
+
+
+def events_in(run: RunPaths, kind: str, folder: Path | None = None) -> dict[str, list[Any]]:
+    """Return the events of a kind, ``scalars`` or ``images``, by their tags."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder or run.tensorboard), size_guidance={kind: 0})
+    events.Reload()
+    return {tag: getattr(events, kind.capitalize())(tag) for tag in events.Tags()[kind]}
+
+
+def scalars(run: RunPaths, folder: Path | None = None) -> dict[str, list[tuple[int, float]]]:
+    """Return the curves as TensorBoard shows them: step and value of each point."""
+    curves = events_in(run, "scalars", folder)
+    return {tag: [(point.step, point.value) for point in points] for tag, points in curves.items()}
 
 
 def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -34,13 +34,10 @@ def test_blocks_of_timm_and_torchvision_are_found(create: Any, name: str, kind: 
     assert [type(block).__name__ for block in blocks] == [kind] * count
 
 
-def test_an_mlp_has_no_blocks() -> None:
-    assert find_blocks(mlp(10)) == []
-
-
 def test_a_models_own_method_is_asked() -> None:
     model = OwnBlocks()
     assert find_blocks(model) == [model.first, model.second]
+    assert find_blocks(mlp(10)) == [], "which has none"
 
 
 class _Nested(nn.Module):

@@ -59,11 +59,6 @@ def test_grey_images_keep_the_names_of_parameters_and_compile() -> None:
     assert torch.equal(model(image), expected)
 
 
-def test_five_channels_are_refused_by_torchvision() -> None:
-    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; use timm's"):
-        build("torchvision/resnet18", info(channels=5))
-
-
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
@@ -73,10 +68,12 @@ def test_five_channels_are_refused_by_torchvision() -> None:
         ("timm/resnet18", {"output_stride": 7}, "model.args: timm/resnet18 can't be built with"),
         ("torchvision/resnet", {}, "model.name: .*did you mean torchvision/resnet"),
         ("torchvision/resnet18", {"group": 1}, "no argument 'group'; did you mean 'groups'"),
+        ("torchvision/resnet18", {"weights": "DEFAULT"}, "model.args.weights: .*; write model.pretrained"),
+        # ``validate`` builds models in a child process: no argument may make timm read a file there.
         (
-            "torchvision/resnet18",
-            {"weights": "DEFAULT"},
-            "model.args.weights: is not allowed here; write model.pretrained",
+            "timm/test_resnet",
+            {"checkpoint_path": "w.pth"},
+            "checkpoint_path: .*; write model.pretrained",
         ),
         ("tests.models.factories:mlp", {"widht": 1}, "no argument 'widht'; did you mean 'width'"),
         ("tests.models.factories:no_module", {}, "model.name: .*made a str"),
@@ -85,20 +82,20 @@ def test_five_channels_are_refused_by_torchvision() -> None:
 def test_mistakes_in_names_and_arguments_are_named(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(BadFileError, match=message):
         build(name, args=args)
+    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; use timm's"):
+        build("torchvision/resnet18", info(channels=5))
 
 
-def test_factory_gets_the_number_of_classes_only_if_it_takes_it() -> None:
-    assert build("tests.models.factories:mlp", info(5)).get_submodule("3").out_features == 5
-    assert build("tests.models.factories:seven_classes", info(5)).out_features == 7
-
-
-def test_factory_model_is_brought_to_float32() -> None:
-    assert build("tests.models.factories:double_precision").weight.dtype == torch.float32
-
-
-def test_a_factorys_own_mistake_stays_its_own() -> None:
+def test_a_factorys_model_is_taken_and_its_own_mistake_stays_its_own() -> None:
+    factories = "tests.models.factories"
+    assert build(f"{factories}:mlp", info(5)).get_submodule("3").out_features == 5
+    assert build(f"{factories}:seven_classes", info(5)).out_features == 7, "takes no number of classes"
+    assert build(f"{factories}:double_precision").weight.dtype == torch.float32
+    assert build(f"{factories}:lazy_that_ran")[0].weight.shape == (10, 4)  # type: ignore[index]
     with pytest.raises(TypeError, match="a mistake inside"):
-        build("tests.models.factories:broken")
+        build(f"{factories}:broken")
+    with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
+        build_by_factory(ModelConfig(name=f"{factories}:mlp", pretrained=True), info())
 
 
 @pytest.mark.parametrize(
@@ -117,31 +114,32 @@ def test_a_model_without_values_is_refused(factory: str, words: str, pretrained:
         build(f"tests.models.factories:{factory}", pretrained=pretrained)
 
 
-def test_a_lazy_layer_that_has_run_is_a_layer() -> None:
-    assert build("tests.models.factories:lazy_that_ran")[0].weight.shape == (10, 4)  # type: ignore[index]
-
-
 def test_a_model_that_is_wanted_on_meta_may_be_there() -> None:
     with torch.device("meta"):
         assert next(build("tests.models.factories:on_meta").parameters()).is_meta
 
 
-def test_factory_has_no_hub() -> None:
-    with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
-        build_by_factory(ModelConfig(name="tests.models.factories:mlp", pretrained=True), info())
-
-
-@pytest.mark.parametrize("name", ["timm/resnet18", "torchvision/resnet18"])
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("timm/resnet18", {}, ""),
+        ("torchvision/resnet18", {}, ""),
+        ("smp/unet", {"encoder_name": "resnet18"}, "resnet18"),
+        ("smp/unet", {"encoder_name": "tu-resnet18.a1_in1k"}, "tu-resnet18.a1_in1k"),
+    ],
+)
 def test_hub_weights_that_are_not_there_name_prepare_and_wait_for_no_network(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, args: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
+    if name.startswith("smp/"):
+        pytest.importorskip("segmentation_models_pytorch", reason="the extra smp is not installed")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("used the network"))
-    with pytest.raises(BadFileError, match=r"(?s)^model.pretrained: .*hpc-train prepare FILE"):
-        build(name, pretrained=True)
+    with pytest.raises(BadFileError, match=rf"(?s)^model.pretrained: .*{words}.*hpc-train prepare FILE"):
+        build(name, args=args, pretrained=True)
 
 
 def test_torchvisions_cached_weights_are_loaded_and_the_head_swapped(
@@ -210,9 +208,7 @@ def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
         torch.save({"state_dict": {f"module._orig_mod.{key}": v for key, v in weights.items()}}, path)
 
 
-def test_the_head_stays_where_the_classes_are_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_head_stays_if_the_classes_are_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = build("timm/resnet10t")
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     with caplog.at_level(logging.INFO):
@@ -330,11 +326,3 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
     path.write_bytes(b"not weights")
     with pytest.raises(BadFileError, match=r"^model.pretrained: .*damaged"):
         build("tests.models.factories:mlp", pretrained=str(path))
-
-
-def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
-    """``validate`` builds models in a child process: no argument may make timm read a file there."""
-    with pytest.raises(
-        BadFileError, match=r"^model\.args\.checkpoint_path: is not allowed here; write model\.pretrained$"
-    ):
-        build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})

@@ -35,10 +35,7 @@ class Blocky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(2, 2, bias=False)
-        self.one = nn.Linear(2, 2, bias=False)
-        self.between = nn.Linear(2, 2, bias=False)
-        self.two = nn.Linear(2, 2, bias=False)
+        self.stem, self.one, self.between, self.two = (nn.Linear(2, 2, bias=False) for _ in range(4))
         self.head = nn.Linear(2, 2)
         self.head.weight = self.stem.weight
 
@@ -86,15 +83,10 @@ def test_what_is_between_blocks_belongs_to_the_next() -> None:
 def test_a_models_own_word_counts_first() -> None:
     said = {"late.weight": 1, "early.weight": 0, "gone.weight": 7}
     assert depths_of(Marked(said)) == {"late.weight": 1, "early.weight": 0}
-
-
-def test_an_own_word_that_leaves_a_parameter_out_is_refused() -> None:
     with pytest.raises(BadFileError, match=r"layer_decay: the model's .* omits early\.weight"):
         depths_of(Marked({"late.weight": 1}))
 
 
 def test_a_model_of_which_nothing_tells_layers_is_refused() -> None:
-    with pytest.raises(
-        BadFileError, match=r"^optimization\.optimizer\.layer_decay: the layers of this model are unknown"
-    ):
+    with pytest.raises(BadFileError, match=r"optimizer\.layer_decay: the layers of this model are unknown"):
         depths_of(mlp(10))

@@ -19,13 +19,8 @@ NAMES = ["stem.weight", "layer1.0.weight", "layer1.0.bias", "layer10.0.weight", 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.BatchNorm2d(4, affine=False),
-        nn.Flatten(),
-        nn.Linear(144, 2),
-    )
+    norms = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), *norms, nn.Flatten(), nn.Linear(144, 2))
 
 
 def frozen(model: nn.Module) -> set[str]:
@@ -72,16 +67,18 @@ def test_batchnorm_whose_parameters_are_frozen_stays_in_evaluation_mode() -> Non
     assert copied[1].training and not model[1].training, "the copy's own"
 
 
-def test_batchnorm_that_is_partly_trained_is_not_frozen() -> None:
-    model = network().train()
-    freeze(model, ["1.weight"])
-    assert model.train()[1].training
-
-
-def test_batchnorm_without_parameters_is_named_by_its_statistics() -> None:
+@pytest.mark.parametrize(
+    ("pattern", "parameters", "is_training"),
+    [("1.weight", {"1.weight"}, [True, True]), ("2.*", set(), [True, False])],
+    ids=["partly trained", "named by its statistics"],
+)
+def test_batchnorm_is_in_evaluation_mode_only_if_nothing_of_it_is_trained(
+    pattern: str, parameters: set[str], is_training: list[bool]
+) -> None:
     model = network()
-    freeze(model, ["2.*"])
-    assert not model.train()[2].training and frozen(model) == set()
+    freeze(model, [pattern])
+    assert frozen(model) == parameters
+    assert [layer.training for layer in model.train()[1:3]] == is_training
 
 
 def test_a_shared_parameter_is_frozen_by_any_of_its_names() -> None:

@@ -137,10 +137,7 @@ def test_dropout_is_off_in_evaluation_alone() -> None:
         ({"dropout": 1.0}, r"^model.args.dropout: needs a number .*, got 1.0"),
         ({"num_layers": 0}, r"^model.args.num_layers: needs a whole number of at least 1, got 0"),
         ({"tie_embeddings": "no"}, r"^model.args.tie_embeddings: needs true or false, got the text 'no'"),
-        (
-            {"num_head": 2},
-            r"^model.args.num_head: gpt takes no argument 'num_head'; did you mean 'num_heads'",
-        ),
+        ({"num_head": 2}, r"^model.args.num_head: .* takes no argument 'num_head'; did you mean 'num_heads'"),
         ({"num_kv_heads": 1}, r"^model.args.num_kv_heads: is for style llama; write style: llama too"),
         ({"style": "llama", "num_heads": 6, "num_kv_heads": 4}, r"num_kv_heads: 4 does not .*; write 3$"),
         ({"style": "llama", "num_heads": 4}, r"^model.args.dim: 12 gives each of 4 heads 3 .*write 16$"),
@@ -153,10 +150,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], words: str) -> None:
 
 
 def test_unsupported_settings_of_gpt_are_reported() -> None:
-    with pytest.raises(
-        BadFileError,
-        match=r"^model.name: gpt reads tokens, and this data set has images; write data.name: text",
-    ):
+    with pytest.raises(BadFileError, match=r"^model.name: gpt reads tokens, .* has images; write data.name"):
         gpt(DataInfo(10, 3, (0.5,) * 3, (0.5,) * 3))
     with pytest.raises(BadFileError, match=r"^model.pretrained: gpt has no weights on a hub"):
         gpt(pretrained=True)

@@ -90,10 +90,7 @@ def test_the_vocabulary_holds_the_datas_tokens(calls: list[Any]) -> None:
 def test_a_classifier_has_the_classes_that_the_task_reads(calls: list[Any]) -> None:
     assert build(args={"num_classes": 12})(torch.rand(2, 4)).shape == (2, 12)
     assert build(args={"num_labels": INFO.num_classes})(torch.rand(2, 4)).shape == (2, INFO.num_classes)
-    with pytest.raises(
-        BadFileError,
-        match=r"^model\.args: sets 12 labels, and the task has . classes; write num_classes: 12, or",
-    ):
+    with pytest.raises(BadFileError, match=r"^model\.args: sets 12 labels, .* . classes; write num_c.*: 12"):
         build(args={"num_labels": 12})
 
 
@@ -106,9 +103,7 @@ def test_only_prepare_uses_the_network(calls: list[Any]) -> None:
 
 
 def test_mistakes_are_named(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        BadFileError, match=r"^model.name: hf/missing is not available: not found; name a folder"
-    ):
+    with pytest.raises(BadFileError, match=r"^model.name: hf/missing .* not found; name a folder"):
         build("hf/missing")
     with pytest.raises(BadFileError, match=r"^model.args: hf/org/net has no setting 'layers'"):
         build(args={"layers": 3})

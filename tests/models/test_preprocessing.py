@@ -44,9 +44,7 @@ def test_mean_std_interpolation_and_crop_are_those_of_the_weights(
         ("ssdlite320_mobilenet_v3_large", 0.5, 0.5),
     ],
 )
-def test_segmentation_and_detection_keep_the_files_own_size_of_images(
-    model: str, mean: float, std: float
-) -> None:
+def test_segmentation_and_detection_keep_the_files_image_size(model: str, mean: float, std: float) -> None:
     data = with_preprocessing(of(f"torchvision/{model}", interpolation="bicubic", eval_crop=0.5)).data
     assert data.normalize is not None
     assert (data.normalize.mean[0], data.normalize.std[0]) == (mean, std)

@@ -102,18 +102,6 @@ def test_weights_of_other_classes_keep_all_but_the_segmentation_head(tmp_path: P
     assert torch.equal(model.encoder.model.stem_0.weight, given.encoder.model.stem_0.weight)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("encoder", ["resnet18", "tu-resnet18.a1_in1k"])
-def test_weights_that_are_not_there_name_prepare_and_wait_for_no_network(
-    encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("used the network"))
-    with pytest.raises(BadFileError, match=rf"(?s)^model.pretrained: .*{encoder}.*hpc-train prepare FILE"):
-        build("smp/unet", args={"encoder_name": encoder}, pretrained=True)
-
-
 @pytest.mark.slow
 def test_pretrained_encoders_and_their_normalization_come_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,11 @@ class _Outer(nn.Module):
 Result = tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]
 
 
+def _own(**methods: Any) -> type[_Outer]:
+    """Return a class like ``_Outer`` with these methods."""
+    return type("_Own", (_Outer,), methods)
+
+
 def _result(model: nn.Module, output: Tensor) -> Result:
     gradients = {
         name: None if p.grad is None else p.grad.clone()
@@ -352,16 +357,6 @@ def test_a_models_own_parts_are_taken() -> None:
     _assert_is_cut(_ByParts, torch.randn(3, 4), [2, 4])
 
 
-class _TellsStrangers(_Outer):
-    def pipeline_parts(self) -> list[nn.Module]:
-        return [nn.Linear(4, 2)]
-
-
-class _TellsNames(_Outer):
-    def pipeline_parts(self) -> Any:
-        return ["layers.0", "head"]
-
-
 class _LeavesOneOut(_ByParts):
     def pipeline_parts(self) -> list[nn.Module]:
         return [*self.layers[1:], self.head]
@@ -379,14 +374,11 @@ def test_parts_may_omit_what_is_not_trained() -> None:
     assert "layers.0.linear.weight" in last.state_dict(), "the last has what no step uses"
 
 
-class _Branches(_Outer):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) if x.sum() > 0 else x
-
-
-class _OtherInTraining(_Outer):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x + 1 if self.training else x)
+_Branches = _own(forward=lambda m, x: _Outer.forward(m, x) if x.sum() > 0 else x)
+_OtherInTraining = _own(forward=lambda m, x: _Outer.forward(m, x + 1 if m.training else x))
+_DrawsNoise = _own(forward=lambda m, x: _Outer.forward(m, x * torch.rand(4)))
+_TellsStrangers = _own(pipeline_parts=lambda m: [nn.Linear(4, 2)])
+_TellsNames = _own(pipeline_parts=lambda m: ["layers.0", "head"])
 
 
 class _SkipsLayers(_Outer):
@@ -394,11 +386,6 @@ class _SkipsLayers(_Outer):
         for layer in self.layers:
             x = layer(x) if random.random() < 2 else x
         return self.head(x)
-
-
-class _DrawsNoise(_Outer):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x * torch.rand(4))
 
 
 class _PassesSizes(_Outer):
@@ -431,11 +418,7 @@ class _PassesSizesOfMethods(_Outer):
         (_LeavesOneOut, 2, r"model.name: .*pipeline_parts\(\) returned holds layers.0\S*, which would not"),
         (_Outer, 5, "parallel.pipeline: 5 stages .* has 4; write at most 4"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "parallel.pipeline: .* has 1; write another"),
-        (
-            lambda: _gpt(tie_embeddings=True),
-            2,
-            "model.name: .*token_embedding.weight and head.weight .*tie_embeddings: false",
-        ),
+        (lambda: _gpt(tie_embeddings=True), 2, "model.name: .*token_embedding.* and head.* .*tie_embeddings"),
     ],
 )
 def test_what_can_not_be_cut_is_refused(make: Make, num_stages: int, words: str) -> None:

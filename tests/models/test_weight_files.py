@@ -144,9 +144,7 @@ TORCHVISION_VIT = {f"encoder.layers.encoder_layer_{i}.ln_1.weight": torch.zeros(
         (without(Net().state_dict(), "stem"), "17 of 19 names are the model's: another variant.*init_from"),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit_are_refused_with_the_cause(
-    tmp_path: Path, weights: State, cause: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused_with_why(tmp_path: Path, weights: State, cause: str) -> None:
     path = str(tmp_path / "w.pth")
     torch.save(weights, path)
     with pytest.raises(BadFileError, match=rf"^model.pretrained: .*w.pth does not fit the model: .*{cause}"):
@@ -158,9 +156,7 @@ class Hostile:
         return shutil.copy, (__file__, "ran")
 
 
-def test_python_objects_beside_the_weights_are_never_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_objects_beside_weights_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Net().state_dict(), "hook": Hostile()}, "w.ckpt")
     load_weights(Net(), "w.ckpt")

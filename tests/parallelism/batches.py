@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.training.datasets.types import Batch, DataInfo
+from tests.forwards import dealt
 from tests.parallelism.cases import MICRO_BATCH_SIZE
 
 NUM_CLASSES = 4
@@ -28,8 +29,4 @@ def batch(step: int, number: int, weight: float, dtype: torch.dtype) -> Batch:
 
 
 def slots(step: int, rank: int, ranks: int, micro_batches: int, dtype: torch.dtype) -> list[Batch]:
-    """Return a data-parallel rank's micro-batches; a spare slot repeats another one's with weight zero."""
-    own = range(rank, micro_batches, ranks)
-    found = [batch(step, number, 1 / micro_batches, dtype) for number in own]
-    spare = -(-micro_batches // ranks) - len(own)
-    return found + [batch(step, rank, 0.0, dtype)] * spare
+    return dealt(lambda number, weight: batch(step, number, weight, dtype), micro_batches, rank, ranks)

@@ -110,10 +110,7 @@ SHAPES = (Shape(2, 2), Shape(2, 4), Shape(3, 4), Shape(4, 4), Shape(4, 8))
 #: has it. Ranks that share layers do so in each product of degrees.
 _PARALLEL: dict[str, dict[Shape, tuple[str, ...]]] = {
     "hsdp": {Shape(4, 4): ("replicate=2",), Shape(4, 8): ("replicate=2",)},
-    "tensor": {
-        Shape(4, 4): ("tensor=2", "replicate=2"),
-        Shape(4, 8): ("tensor=2", "shard=2"),
-    },
+    "tensor": {Shape(4, 4): ("tensor=2", "replicate=2"), Shape(4, 8): ("tensor=2", "shard=2")},
     "pipeline": {
         Shape(2, 4): ("schedule=gpipe",),
         Shape(4, 4): ("pipeline=2", "tensor=2", "schedule=1f1b"),

@@ -102,12 +102,7 @@ def _deviation(case: Case, losses: Tensor, found: Trained, expected: Trained) ->
         buffers = _largest(_statistics(found.weights), statistics) if statistics else None
     limit = WEIGHT_TOLERANCE[config.precision] if is_compared else None
     return Deviation(
-        _apart(losses, expected.losses),
-        weights,
-        gradients,
-        buffers,
-        LOSS_TOLERANCE[config.precision],
-        limit,
+        _apart(losses, expected.losses), weights, gradients, buffers, LOSS_TOLERANCE[config.precision], limit
     )
 
 

@@ -193,12 +193,12 @@ def _cell(results: Iterable[Result], strategy: str, title: str) -> str:
     return "not run" if largest is None else f"{largest:.0e}"
 
 
-def updated(page: str, text: str) -> str:
-    """Return the page with ``text`` between its markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE.name} has lost its markers"
-    return f"{before}{BEGIN}\n{text}{END}{after}"
+def updated(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return the page with ``text`` between these markers."""
+    before, has_begin, rest = page.partition(begin)
+    _, has_end, after = rest.partition(end)
+    assert has_begin and has_end, f"{PAGE.name} has lost its markers"
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 def main(words: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.parallelism.cases import STRATEGIES
-from tests.parallelism.report import PAGE, in_a_line
+from tests.parallelism.report import PAGE, in_a_line, updated
 from tests.parallelism.task_cases import CASES, Cell, TaskCase, cells, refused
 from tests.waiting import HANG_LIMIT_S
 
@@ -146,14 +146,6 @@ def _largest(results: Mapping[str, Result], names: Sequence[str]) -> str:
     return next((text for text in texts if text.startswith("**")), None) or max(texts, key=float)
 
 
-def updated(page: str, text: str) -> str:
-    """Return the page with ``text`` between the markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE.name} has lost its markers"
-    return f"{before}{BEGIN}\n{text}{END}{after}"
-
-
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Write the table of tasks in docs/parallelism.md.")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="leave out what is known")
@@ -162,7 +154,8 @@ def main(words: Sequence[str]) -> int:
     known = read() if arguments.goes_on or arguments.tables else {}
     if not arguments.tables:
         known = run(known)
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), table(known)), encoding="utf-8")
+    page = updated(PAGE.read_text(encoding="utf-8"), table(known), BEGIN, END)
+    PAGE.write_text(page, encoding="utf-8")
     return 0 if all(result.is_within for result in known.values()) else 1
 
 

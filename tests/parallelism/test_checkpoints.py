@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
-from tests.checkpoint.checkpoint_runs import begin_attempt, differences
+from tests.checkpoint.checkpoint_runs import begin_attempt, differences, saving_group
 from tests.parallelism.cases import ADAMW, RESNET, STRATEGIES, VIT, Case, Choice, Shape
 from tests.parallelism.groups import Groups
 from tests.parallelism.training import Trainee, whole
@@ -46,11 +46,16 @@ def everything(trainee: Trainee) -> dict[str, Tensor]:
     return trainee.weights() | averages | whole(train_state.strategy, optimizer, likes)
 
 
-def save(rank: int, ranks: int, case: Case, folder: Path) -> dict[str, Tensor]:
+def trained(rank: int, ranks: int, case: Case) -> Trainee:
     trainee = Trainee(case.experiment, rank, ranks)
     trainee.train_state.wrapped.train()
     for step in range(STEPS):
         trainee.step(step)
+    return trainee
+
+
+def save(rank: int, ranks: int, case: Case, folder: Path) -> dict[str, Tensor]:
+    trainee = trained(rank, ranks, case)
     found = everything(trainee)
     checkpointer(trainee, rank, ranks, folder).save(trainee.train_state.state, STEPS, {})
     return found
@@ -72,9 +77,8 @@ def load(
 
 
 def checkpointer(trainee: Trainee, rank: int, ranks: int, folder: Path) -> Checkpointer:
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return Checkpointer(RunPaths(folder), 1, trainee.train_state.strategy, rank, ranks, group)
+    strategy = trainee.train_state.strategy
+    return Checkpointer(RunPaths(folder), 1, strategy, rank, ranks, saving_group())
 
 
 @pytest.mark.timeout(900)
@@ -84,8 +88,7 @@ def checkpointer(trainee: Trainee, rank: int, ranks: int, folder: Path) -> Check
 def test_a_checkpoint_of_any_strategy_loads_under_any_other(
     model: str, strategies: tuple[str, ...], tmp_path: Path
 ) -> None:
-    groups = Groups()
-    try:
+    with closing(Groups()) as groups:
         for saved_under in strategies:
             folder = tmp_path / saved_under
             begin_attempt(RunPaths(folder), 1)
@@ -112,26 +115,17 @@ def test_a_checkpoint_of_any_strategy_loads_under_any_other(
                     torch.testing.assert_close(
                         after[name], value, rtol=0, atol=1e-9, msg=f"{strategy}: {name}"
                     )
-    finally:
-        groups.close()
 
 
 def test_what_is_compared_does_differ(tmp_path: Path) -> None:
-    groups = Groups()
-    try:
-        begin_attempt(RunPaths(tmp_path), 1)
-        saved, _ = groups.run(RANKS, save, case_of("ddp"), tmp_path)
-        other = case_of("ddp")
-        seeded = replace(other, choices=(*other.choices, Choice("seed", ("seed=11",))))
+    other = case_of("ddp")
+    seeded = replace(other, choices=(*other.choices, Choice("seed", ("seed=11",))))
+    begin_attempt(RunPaths(tmp_path), 1)
+    with closing(Groups()) as groups:
+        saved, _ = groups.run(RANKS, save, other, tmp_path)
         fresh, _ = groups.run(RANKS, without_a_load, seeded)
-    finally:
-        groups.close()
     assert len(differences(fresh, saved)) > 20
 
 
 def without_a_load(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
-    trainee = Trainee(case.experiment, rank, ranks)
-    trainee.train_state.wrapped.train()
-    for step in range(STEPS):
-        trainee.step(step)
-    return everything(trainee)
+    return everything(trained(rank, ranks, case))

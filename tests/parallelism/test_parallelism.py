@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -39,9 +40,8 @@ RUNS_ALL = os.environ.get("HPC_TRAIN_ALL_PARALLEL") == "1"
 
 @pytest.fixture(scope="module")
 def comparison() -> Iterator[Comparison]:
-    made = Comparison()
-    yield made
-    made.close()
+    with closing(Comparison()) as made:
+        yield made
 
 
 def assert_equal_plain_pytorch(comparison: Comparison, cases: Sequence[Case]) -> None:
@@ -100,14 +100,11 @@ def test_what_is_wrong_is_seen(mistake: Callable[[int, int], None]) -> None:
     """The limits are narrow enough to see one micro-batch of four with a wrong weight, and wrong gradients
     even where losses alone are compared.
     """
-    comparison = Comparison()
-    try:
+    with closing(Comparison()) as comparison:
         cases = [small_case("ddp", f"precision={name}") for name in ("fp64", "fp32", "bf16", "fp16")]
         assert [comparison.deviation(case).is_within for case in cases] == [True] * 4
         comparison.groups.run(2, mistake)
         assert [comparison.deviation(case).is_within for case in cases] == [False] * 4
-    finally:
-        comparison.close()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -162,8 +159,7 @@ def process_id(rank: int, ranks: int) -> int:
 
 
 def test_a_group_stays_and_one_that_failed_is_replaced() -> None:
-    groups = Groups()
-    try:
+    with closing(Groups()) as groups:
         assert groups.run(2, name_of) == [(0, 2), (1, 2)]
         ids = groups.run(2, process_id)
         assert groups.run(2, process_id) == ids
@@ -171,5 +167,3 @@ def test_a_group_stays_and_one_that_failed_is_replaced() -> None:
             groups.run(2, fail_on_rank_1)
         assert groups.run(2, name_of) == [(0, 2), (1, 2)]
         assert not set(groups.run(2, process_id)) & set(ids)
-    finally:
-        groups.close()

@@ -10,7 +10,8 @@ from tests.parallelism.task_report import Result
 
 def test_the_page_says_what_was_found() -> None:
     page = task_report.PAGE.read_text(encoding="utf-8")
-    shown = task_report.updated(page, task_report.table(task_report.read()))
+    text = task_report.table(task_report.read())
+    shown = task_report.updated(page, text, task_report.BEGIN, task_report.END)
     assert shown == page, "run `python -m tests.parallelism.task_report --tables`"
 
 

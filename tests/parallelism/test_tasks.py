@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,8 @@ _LIBRARIES = {"hf/": "transformers", "detection": "pycocotools"}
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    made = Groups()
-    yield made
-    made.close()
+    with closing(Groups()) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", (*CASES, DETECTOR), ids=lambda case: case.title)
-def test_twenty_steps_equal_plain_pytorch_and_evaluations_each_other(
-    case: TaskCase, groups: Groups, root: Path
-) -> None:
+def test_twenty_steps_and_evaluations_equal_plain_pytorch(case: TaskCase, groups: Groups, root: Path) -> None:
     """Training on one and two ranks, evaluation on one, two and three. The report has all strategies."""
     for start, library in _LIBRARIES.items():
         if start in (case.task, str(case.model["name"])[:3]) and not importlib.util.find_spec(library):

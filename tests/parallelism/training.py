@@ -108,30 +108,39 @@ class Trainee:
 
 
 def whole(
-    strategy: Strategy, tensors: Mapping[str, Tensor | None], likes: Mapping[str, Tensor]
+    strategy: Strategy,
+    tensors: Mapping[str, Tensor | None],
+    likes: Mapping[str, Tensor],
+    *,
+    has_one_writer: bool = False,
 ) -> dict[str, Tensor]:
     """Put tensors together from what all ranks own, as in ``Strategy.pieces``. Collective.
 
-    Asserts that ranks that hold the same hold it alike, and that nothing is missing.
+    Asserts that ranks that hold the same hold it alike, that nothing is missing, and, if ``has_one_writer``,
+    that one rank writes each part.
     """
     own = [
-        (name, piece.shape, piece.offset, piece.local.detach().clone(memory_format=torch.contiguous_format))
+        (name, piece, piece.local.detach().clone(memory_format=torch.contiguous_format))
         for name, tensor in tensors.items()
         if tensor is not None
         for piece in strategy.pieces(tensor, likes[name])
     ]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dumps(own))
+    parts = [(name, piece.shape, piece.offset, local, piece.is_writer) for name, piece, local in own]
+    dist.all_gather_object(gathered, dumps(parts))
     found: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
-    for name, shape, offset, local in (piece for rank in gathered for piece in pickle.loads(rank)):
+    writers: dict[str, Tensor] = {}
+    for name, shape, offset, local, is_writer in (part for rank in gathered for part in pickle.loads(rank)):
         whole = found.setdefault(name, torch.empty(shape, dtype=local.dtype))
         is_seen = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
         place = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
+        writers.setdefault(name, torch.zeros(shape, dtype=torch.int64))[place] += int(is_writer)
         again = is_seen[place]
         assert torch.equal(whole[place][again], local[again]), f"{name} is not the same on all ranks"
         whole[place], is_seen[place] = local, True
     assert all(bool(each.all()) for each in seen.values()), "a part is on no rank"
+    assert not has_one_writer or all(bool((each == 1).all()) for each in writers.values())
     return found
 
 

@@ -37,10 +37,7 @@ def test_a_tenth_of_a_small_gpu_is_too_little() -> None:
     """NCCL and CUDA take as much of a T4 as of an H200."""
     assert limit_gib(15) < 0.9 * 16 - 2
     assert limit_gib(140.4) == pytest.approx(0.9 * 140.4, abs=3)
-
-
-def test_what_ran_on_the_h200_fits() -> None:
-    """ConvNeXt-B with micro-batches of 1,024: predicted 123 GB, took 126 GB."""
+    # ConvNeXt-B with micro-batches of 1,024 ran on it: predicted 123 GB, took 126 GB.
     assert limit_gib(140.4) * GIB > 123e9
 
 

@@ -148,13 +148,9 @@ GB = 10**9
     ],
 )
 def test_ring_volumes(
-    strategy: str,
-    degrees: Degrees,
-    per_node: int,
-    sent: dict[str, int],
-    within_node_gb: float,
+    strategy: str, degrees: Degrees, per_node: int, sent: dict[str, int], within_node_gb: float,
     between_nodes_gb: float,
-) -> None:
+) -> None:  # fmt: skip
     volume = communication(strategy, degrees, per_node, sent)
     assert volume.within_node_gb == pytest.approx(within_node_gb)
     assert volume.between_nodes_gb == pytest.approx(between_nodes_gb)

@@ -16,19 +16,16 @@ from tests.plan.files import loaded, plan_on_slurm
 def test_the_last_key_of_the_grid_varies_fastest(tmp_path: Path) -> None:
     variants = expand(loaded(tmp_path, "sweep.grid={optimization.optimizer.lr: [0.1, 0.2], seed: [3, 4]}"))
     assert [list(variant.values.values()) for variant in variants] == [[0.1, 3], [0.1, 4], [0.2, 3], [0.2, 4]]
-    assert [(v.experiment.optimization.optimizer.lr, v.experiment.seed) for v in variants] == [
-        (0.1, 3),
-        (0.1, 4),
-        (0.2, 3),
-        (0.2, 4),
-    ]
+    pairs = [(v.experiment.optimization.optimizer.lr, v.experiment.seed) for v in variants]
+    assert pairs == [(0.1, 3), (0.1, 4), (0.2, 3), (0.2, 4)]
 
 
 def test_a_file_without_a_grid_is_one_run(tmp_path: Path) -> None:
     file = loaded(tmp_path)
     (only,) = expand(file)
     assert only.values == {}
-    assert only.id == run_id(file.experiment)
+    assert only.id == run_id(file.experiment) == content_hash(file.experiment)[:10]
+    assert len(content_hash(file.experiment)) == 64
 
 
 def test_a_run_of_a_sweep_is_the_run_of_a_file_that_says_its_values(tmp_path: Path) -> None:
@@ -46,23 +43,17 @@ sweep:
 
 def test_the_same_experiment_on_more_nodes_is_a_run_of_its_own(tmp_path: Path) -> None:
     variants = expand(loaded(tmp_path, more=SCALING))
-    assert [variant.experiment.slurm and variant.experiment.slurm.nodes for variant in variants] == [
-        1,
-        2,
-        "1-2",
-    ]
+    nodes = [variant.experiment.slurm and variant.experiment.slurm.nodes for variant in variants]
+    assert nodes == [1, 2, "1-2"]
     assert len({variant.id for variant in variants}) == 3
     again = expand(loaded(tmp_path, "sweep.grid={slurm.nodes: [2, 1]}", more=SCALING))
     assert [variant.id for variant in again] == [variants[1].id, variants[0].id]
 
 
 def test_the_order_of_scaled_keys_does_not_change_ids(tmp_path: Path) -> None:
+    keys = ("slurm.nodes: [2]", "slurm.ranks_per_node: [1]")
     one, other = (
-        expand(loaded(tmp_path, f"sweep.grid={{{keys}}}"))
-        for keys in (
-            "slurm.nodes: [2], slurm.ranks_per_node: [1]",
-            "slurm.ranks_per_node: [1], slurm.nodes: [2]",
-        )
+        expand(loaded(tmp_path, f"sweep.grid={{{', '.join(order)}}}")) for order in (keys, keys[::-1])
     )
     assert [variant.id for variant in one] == [variant.id for variant in other]
 
@@ -168,9 +159,8 @@ def test_more_draws_and_parameters_leave_earlier_draws_alone(tmp_path: Path) -> 
 
 def test_a_new_choice_changes_only_the_draws_that_it_wins(tmp_path: Path) -> None:
     before = [values[_NAME] for values in _values(tmp_path, RANDOM)]
-    after = [
-        values[_NAME] for values in _values(tmp_path, RANDOM.replace("[sgd, adamw]", "[adam, sgd, adamw]"))
-    ]
+    more = RANDOM.replace("[sgd, adamw]", "[adam, sgd, adamw]")
+    after = [values[_NAME] for values in _values(tmp_path, more)]
     assert {new for old, new in zip(before, after, strict=True) if old != new} == {"adam"}
     assert 0 < after.count("adam") < 8
 
@@ -243,16 +233,9 @@ def test_a_search_without_trials_is_checked_with_each_choice_and_bound(tmp_path:
         {_LR: 0.1, _NAME: "adamw"},
         {_LR: 0.001, _NAME: "rmsprop"},
     ]
-    assert [run.values for run in make_plan(file, trials=[{_LR: 0.5, _NAME: "sgd"}]).runs] == [
-        {_LR: 0.5, _NAME: "sgd"}
-    ]
+    trial = {_LR: 0.5, _NAME: "sgd"}
+    assert [run.values for run in make_plan(file, trials=[trial]).runs] == [trial]
     assert make_plan(file, trials=[]).runs == []
-
-
-def test_an_id_is_ten_hexadecimal_digits_of_the_hash(tmp_path: Path) -> None:
-    experiment = loaded(tmp_path).experiment
-    assert run_id(experiment) == content_hash(experiment)[:10]
-    assert len(content_hash(experiment)) == 64
 
 
 def test_an_id_stays_what_it_was_in_earlier_versions(tmp_path: Path) -> None:

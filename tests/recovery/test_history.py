@@ -15,12 +15,12 @@ from hpc_train.recovery import history
 from hpc_train.recovery.budgets import ResolvedLimits
 from hpc_train.recovery.diagnosis import Diagnosis
 from hpc_train.recovery.history import current_status, effective_recovery, ended_unseen
-from hpc_train.run.attempts import claim_attempt, write_record
+from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.create import effective_experiment, note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.run.runs import record_of, small_run
+from tests.run.runs import change_facts, change_record, record_of, small_run
 
 RUNNING = RunStatus("running", 5, 10, 0.5, 1)
 
@@ -31,8 +31,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 def begin_attempt(run: RunPaths, launcher_process: Process, launcher: str = "local") -> None:
-    attempt = run.attempt(claim_attempt(run))
-    write_record(attempt, replace(record_of(attempt), launcher=launcher, launcher_process=launcher_process))
+    change_record(run.attempt(claim_attempt(run)), launcher=launcher, launcher_process=launcher_process)
 
 
 def dead() -> Process:
@@ -51,14 +50,6 @@ def test_a_run_with_a_launcher_is_running(run: RunPaths, changes: dict[str, Any]
     begin_attempt(run, replace(Process.current(), **changes), launcher)
     write_status(run, RUNNING)
     assert current_status(run) == RUNNING
-
-
-def test_a_dead_launcher_is_noted(run: RunPaths) -> None:
-    begin_attempt(run, dead())
-    write_status(run, RUNNING)
-    expected = RunStatus("failed", 5, 10, 0.5, 1, "launcher died")
-    assert current_status(run) == expected
-    assert read_status(run) == expected
 
 
 @pytest.mark.parametrize("state", ["completed", "interrupted", "failed", "cancelled", "requeued"])
@@ -83,7 +74,7 @@ def test_a_late_end_is_not_overwritten(run: RunPaths, monkeypatch: pytest.Monkey
 
 def test_a_run_whose_creator_died_before_its_first_attempt_failed(run: RunPaths) -> None:
     assert current_status(run).state == "pending"
-    write_json(run.run, (read_json(run.run) or {}) | {"creator": dead().to_json()})
+    change_facts(run, creator=dead().to_json())
     assert current_status(run).reason == "launcher died"
 
 
@@ -114,9 +105,6 @@ def test_limits_are_those_of_the_experiment(tmp_path: Path, section: dict[str, o
     experiment = effective_experiment(run, 1).recovery
     assert _limits(run) == {key: getattr(experiment, key) for key in LIMITS}
     assert isinstance(effective_recovery(run, 1), ResolvedLimits), "without the schema"
-
-
-def test_a_change_of_an_attempt_changes_its_limits(run: RunPaths) -> None:
     note_change(run, 1, ["recovery.max_crashes=9"])
     assert _limits(run)["max_crashes"] == 9
 

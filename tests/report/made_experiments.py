@@ -27,7 +27,7 @@ from hpc_train.training.evaluation_outputs import png
 from hpc_train.training.tasks import drawing
 from hpc_train.training.tasks.base import make_task
 from tests.report.made_runs import add_attempt, metric_rows
-from tests.run.runs import small_experiment
+from tests.run.runs import small_experiment, write_rows
 
 _LONG_NAME = "vit-small-augmentation-and-regularization-cifar100"
 _OPTIMIZER = "optimization.optimizer"
@@ -106,7 +106,7 @@ def _made(
     lr, decay = values.get(f"{_OPTIMIZER}.lr", 0.05), values.get(f"{_OPTIMIZER}.weight_decay", 0.0)
     rows, ends = metric_rows(number + len(kind.name), last, _STEPS, _EVERY, lr, decay / 100)
     shown = list(_rows_of(kind, rows, is_validated=number % 13 != 5, diverges=number % 13 == 2))
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in shown))
+    write_rows(paths, shown)
     reason = "rank 1 on n2: killed by SIGKILL; out of memory?" if state == "failed" else None
     ended = {"pending": [], "running": ends[:-1]}.get(state, ends)
     for attempt, (begin, end, step, cause) in enumerate(ended, start=1):

@@ -18,7 +18,7 @@ from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json
 from hpc_train.run.run_status import RunStatus
-from tests.run.runs import small_experiment
+from tests.run.runs import small_experiment, write_rows
 
 START = datetime(2026, 11, 20, 9, 0, tzinfo=UTC).timestamp()
 CLASSES = ("road", "sidewalk", "building", "vegetation", "sky", "person", "rider", "car", "bicycle", "train")
@@ -55,7 +55,7 @@ def _made_run(
     is_failed = number % 11 == 5
     last = steps * 2 // 3 if is_failed else steps
     rows, ends = metric_rows(number, last, steps, every, lr, decay)
-    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(paths, rows)
     reason = "rank 1 on n2: killed by SIGKILL; out of memory?" if is_failed else None
     state = "failed" if is_failed else "completed"
     paths.status.write_text(json.dumps(RunStatus(state, last, steps, 3.0, len(ends), reason).to_json()))
@@ -107,15 +107,9 @@ def metric_rows(
 
 
 def add_attempt(
-    paths: RunPaths,
-    attempt: int,
-    begin: float,
-    end: float,
-    step: int,
-    cause: str,
-    number: int,
+    paths: RunPaths, attempt: int, begin: float, end: float, step: int, cause: str, number: int,
     reason: str | None,
-) -> None:
+) -> None:  # fmt: skip
     times = {"begin": begin, "first_step": begin + 26.0}
     if cause == "preemption":
         times |= {"signal": end - 11.0, "saved": end - 4.0}

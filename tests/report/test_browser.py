@@ -19,6 +19,7 @@ from hpc_train.run.spikes import Spike, SpikesFile
 from tests.report.browser import chromium, missing, opened, violations
 from tests.report.made_experiments import made_experiments
 from tests.report.made_runs import made_sweep
+from tests.run.runs import write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 _WIDTHS = (400, 1280, 1600)
@@ -32,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunPaths]:
     status = json.loads(runs[0].status.read_text())
     runs[0].status.write_text(json.dumps(status | {"reason": _ATTACK}))
     rows = [row | {_ATTACK: 1.0} for row in rows_in(runs[0].metrics)]
-    runs[0].metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(runs[0], rows)
     spikes = SpikesFile(collect(runs).runs[0].paths.spikes, 0)
     spikes.append(Spike(51, 9.0, 2.0), [4, 5], "skip")
     spikes.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from hpc_train.cli.plan_cost import measured, measured_runs, same_work
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.report.usage import evaluation_seconds
-from hpc_train.run.attempts import newest_number, write_record
+from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.frozen_experiment import read
 from tests.report.made_runs import STEP_S, made_sweep
-from tests.run.runs import record_of
+from tests.run.runs import change_facts, change_record, write_rows
 
 
 def test_the_newest_attempts_of_runs_with_the_same_work_count(tmp_path: Path) -> None:
@@ -48,9 +47,7 @@ def _root(run: RunPaths) -> Path:
 def test_other_work_per_sample_does_not_count(finished: RunPaths) -> None:
     experiment = read(finished)
     other_size = experiment.optimization.model_copy(update={"global_batch_size": 8, "steps": 7})
-    assert measured_runs(
-        finished.folder.parents[1], experiment.model_copy(update={"optimization": other_size})
-    )
+    assert measured_runs(_root(finished), experiment.model_copy(update={"optimization": other_size}))
     assert not measured_runs(_root(finished), experiment.model_copy(update={"precision": "bf16"}))
     renamed = experiment.model_copy(update={"name": "another"})
     assert measured_runs(_root(finished), renamed), "runs of other experiments with the same model"
@@ -86,26 +83,18 @@ SAME_WORK: list[dict[str, Any]] = [
     ("change", "is_same"), [(key, False) for key in OTHER_WORK] + [(key, True) for key in SAME_WORK]
 )
 def test_which_keys_change_step_time(finished: RunPaths, change: dict[str, Any], is_same: bool) -> None:
-    changed = Experiment.model_validate(_merged(read(finished).model_dump(mode="json"), change))
+    changed = _changed(finished, change)
     assert bool(measured_runs(_root(finished), changed)) is is_same
     assert (same_work(changed) == same_work(read(finished))) is is_same
 
 
 def test_fractions_count_by_whether_they_are_zero(finished: RunPaths) -> None:
-    resolved = read(finished).model_dump(mode="json")
-    some, more = (
-        Experiment.model_validate(
-            _merged(
-                resolved,
-                {
-                    "optimization": {"ema": {"decay": value}, "clip_grad_norm": value, "mixup": value},
-                    "data": {"augment": {"hflip": value}},
-                },
-            )
-        )
-        for value in (0.5, 0.75)
-    )
-    assert same_work(some) == same_work(more) != same_work(read(finished))
+    def work_with(value: float) -> Any:
+        optimization = {"ema": {"decay": value}, "clip_grad_norm": value, "mixup": value}
+        change = {"optimization": optimization, "data": {"augment": {"hflip": value}}}
+        return same_work(_changed(finished, change))
+
+    assert work_with(0.5) == work_with(0.75) != same_work(read(finished))
 
 
 def test_keys_that_an_earlier_version_did_not_have_are_those_of_the_schema(tmp_path: Path) -> None:
@@ -136,6 +125,10 @@ def test_each_section_of_the_file_is_part_of_the_work_or_not() -> None:
     assert not others & {*measured_module._SECTIONS}
 
 
+def _changed(run: RunPaths, change: dict[str, Any]) -> Experiment:
+    return Experiment.model_validate(_merged(read(run).model_dump(mode="json"), change))
+
+
 def _merged(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` with the keys of ``change``."""
     merged = values | change
@@ -147,8 +140,7 @@ def _merged(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 def test_runs_of_another_launcher_do_not_count(tmp_path: Path) -> None:
     (run,) = made_sweep(tmp_path, 1, steps=100)
-    record = record_of(run.attempt(newest_number(run)))
-    write_record(run.attempt(record.attempt), replace(record, launcher="local"))
+    change_record(run.attempt(newest_number(run)), launcher="local")
     experiment = read(run)
     assert measured_runs(tmp_path, experiment, "local")
     assert not measured_runs(tmp_path, experiment, "slurm")
@@ -167,7 +159,7 @@ def test_a_run_that_cannot_be_read_is_passed_over(tmp_path: Path, monkeypatch: p
     found = measured_runs(tmp_path, read(first))
     assert [each.name for each in found] == [run_name(first)]
     huge = rows[-1] | {"split": "val", "step": 10**400}
-    first.metrics.write_text("".join(json.dumps(row) + "\n" for row in [*rows, huge]))
+    write_rows(first, [*rows, huge])
     assert evaluation_seconds([*rows, huge]) == evaluation_seconds(rows)
     measured_runs(tmp_path, read(first))
 
@@ -176,11 +168,9 @@ def test_a_run_without_times_or_with_damaged_files_tells_nothing(tmp_path: Path)
     first, second, third = made_sweep(tmp_path, 3, steps=100)
     experiment = read(first)
     rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
-    first.metrics.write_text("".join(json.dumps(row | {"step_s": "x"}) + "\n" for row in rows))
+    write_rows(first, (row | {"step_s": "x"} for row in rows))
     second.resolved.write_text("{")
-    facts = read_json(third.run)
-    assert facts is not None
-    write_json(third.run, facts | {"ranks": None, "step": 3})
+    change_facts(third, ranks=None, step=3)
     for attempt in third.attempt_folders():
         attempt.record.write_text("[]")
     assert measured_runs(tmp_path, experiment) == []
@@ -191,13 +181,11 @@ def test_a_run_without_times_or_with_damaged_files_tells_nothing(tmp_path: Path)
 def test_saves_are_counted_from_the_first_step(tmp_path: Path, began: tuple[str, ...], saves: int) -> None:
     """Its rows are longer than the end of the file that is read."""
     (run,) = made_sweep(tmp_path, 1, steps=100)
-    record = record_of(run.attempt(newest_number(run)))
-    attempt = run.attempt(record.attempt)
+    attempt = run.attempt(newest_number(run))
     attempt.events.unlink(missing_ok=True)
-    write_record(attempt, replace(record, checkpoints=list(began), checkpoint_stall_s=2.0 * saves))
-    row = {"time": 1.0, "attempt": record.attempt, "split": "train", "loss": 0.123456, "step_s": 0.1}
-    steps = range(99_000, 100_001)
-    run.metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in steps))
+    change_record(attempt, checkpoints=list(began), checkpoint_stall_s=2.0 * saves)
+    row = {"time": 1.0, "attempt": attempt.number, "split": "train", "loss": 0.123456, "step_s": 0.1}
+    write_rows(run, (row | {"step": step} for step in range(99_000, 100_001)))
     resolved = read_json(run.resolved)
     assert resolved is not None
     found = measured(run, resolved | {"checkpoint": {"every_steps": 500}})

@@ -12,13 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from hpc_train.report.parted_steps import (
-    Place,
-    first_step,
-    parted_at,
-    place,
-    place_text,
-)
+from hpc_train.report.parted_steps import Place, first_step, parted_at, place, place_text
 from hpc_train.report.reproduction import near, reproduction, reproduction_text
 from hpc_train.run.digests import PartDigest, part_digests, part_id
 from tests.run.runs import small_run
@@ -179,19 +173,15 @@ def saved(tmp_path: Path) -> tuple[Any, dict[int, Ranks]]:
     run = small_run(tmp_path / "runs")
     begin_attempt(run, 1)
     checkpoint = write_checkpoint(run, STEP, attempt=1)
-    save_file({"model.a.weight": torch.arange(3.0)}, checkpoint.shard(0))
-    save_file(
-        {"model.a.mean": torch.ones(2), "optimizer.a.weight.exp_avg": torch.zeros(3)}, checkpoint.shard(1)
-    )
+    first = {"model.a.weight": torch.arange(3.0)}
+    second = {"model.a.mean": torch.ones(2), "optimizer.a.weight.exp_avg": torch.zeros(3)}
+    save_file(first, checkpoint.shard(0))
+    save_file(second, checkpoint.shard(1))
+    hashes = {name: xxhash.xxh3_64_hexdigest(t.numpy().tobytes()) for name, t in (first | second).items()}
     replay = lines()
     for ranks in replay.values():
         for of_rank in ranks:
-            for name, tensor in (
-                ("model.a.weight", torch.arange(3.0)),
-                ("model.a.mean", torch.ones(2)),
-                ("optimizer.a.weight.exp_avg", torch.zeros(3)),
-            ):
-                of_rank["tensors"][name] = xxhash.xxh3_64_hexdigest(tensor.numpy().tobytes())
+            of_rank["tensors"] |= hashes
     return {STEP: checkpoint}, replay
 
 
@@ -204,18 +194,13 @@ def test_a_run_is_compared_with_its_replay(tmp_path: Path) -> None:
     replay[STEP][1]["tensors"]["optimizer.a.weight.exp_avg"] = "other"
     replay[STEP][0]["digest"]["loss"] = 1.25
     answer, where = reproduction("A", checkpoints, replay, STEP - 2, {})
-    assert (answer["is_reproducible"], answer["first_difference"], answer["differs"]) == (
-        False,
-        STEP,
-        ["loss"],
-    )
-    expected: Place = place(
-        STEP, "checkpoint", run="A", tensor="optimizer.a.weight.exp_avg", module="a", rank=1
-    )
+    assert (answer["is_reproducible"], answer["first_difference"]) == (False, STEP)
+    assert answer["differs"] == ["loss"]
+    tensor = "optimizer.a.weight.exp_avg"
+    expected: Place = place(STEP, "checkpoint", run="A", tensor=tensor, module="a", rank=1)
     assert where is not None and where == {**where, **{key: each for key, each in expected.items() if each}}
-    assert "at step 7 (loss), checkpoint 7, so the run is not reproducible here" in reproduction_text(
-        answer | {"compared": 0}
-    )
+    text = reproduction_text(answer | {"compared": 0})
+    assert "at step 7 (loss), checkpoint 7, so the run is not reproducible here" in text
     checkpoints[STEP].shard(0).write_bytes(b"damaged")
     _, where = reproduction("A", checkpoints, replay, STEP - 2, {})
     assert where is not None and (where["where"], where["tensor"]) == ("checkpoint", None)
@@ -239,9 +224,8 @@ def test_recorded_parts_name_the_module_that_differs() -> None:
     assert (answer["other_parts"], answer["is_reproducible"]) == (STEP, False)
     expected = {"step": STEP, "where": "part", "module": "a", "tensor": "optimizer state of a"}
     assert where is not None and where == {**where, **expected}
-    assert (
-        "the optimizer state of a in A after the step; its replay has others" in place_text(where, ["A"])[1]
-    )
+    text = "the optimizer state of a in A after the step; its replay has others"
+    assert text in place_text(where, ["A"])[1]
     del replay[STEP][1]
     assert reproduction("A", {}, replay, STEP - 2, recorded)[0]["other_parts"] is None, "of two ranks"
 
@@ -271,3 +255,13 @@ def test_a_tolerance_is_relative(
     assert distance == (pytest.approx(expected) if is_number else float("inf"))
     if differs == "checkpoint":
         assert where is not None and where["tensor"] == "model.a.weight"
+
+
+def test_zeros_of_both_signs_are_near_but_not_bitwise_equal() -> None:
+    replay = lines()
+    for key, loss in (("digest", 0.0), ("recorded", -0.0)):
+        replay[STEP][0][key] = {**replay[STEP][0][key], "loss": loss}
+    answer, where, distance = near("A", {}, replay, STEP - 2, 0.0)
+    assert (answer["is_reproducible"], answer["compared"], where, distance) == (True, 2, None, 0.0)
+    answer, where = reproduction("A", {}, replay, STEP - 2, {})
+    assert (answer["first_difference"], answer["differs"]) == (STEP, ["loss"]) and where is not None

@@ -12,15 +12,9 @@ from tests.terminals import on_terminal
 
 _HEADS = ["run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason"]
 _ROW = [
-    "0123456789",
-    "imagenet-vit-base",
-    "running",
-    "12345/500000",
-    "12345678_90",
-    "1h02m",
-    "3d04h",
+    "0123456789", "imagenet-vit-base", "running", "12345/500000", "12345678_90", "1h02m", "3d04h",
     "accuracy 0.7512",
-]
+]  # fmt: skip
 _LONG = "crash 1 of 3: rank 0: " + "x" * 200
 
 

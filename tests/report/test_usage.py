@@ -13,10 +13,9 @@ from hpc_train.report.metrics_reader import rows_in
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.usage import Usage, counts_by_state, step_seconds, usage_of
 from hpc_train.run.attempts import AttemptRecord, write_record
-from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import read_status
 from tests.report.made_runs import made_sweep
-from tests.run.runs import small_run
+from tests.run.runs import change_facts, small_run
 
 _ON_16 = Ranks(most=16, gpus=16, cores=64)
 
@@ -44,7 +43,8 @@ def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
 
 def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
-    write_json(paths.run, (read_json(paths.run) or {}) | {"created": "2026-11-20T09:00:00+00:00"})
+    assert usage_of(RunFiles.read(paths), read_status(paths), [], 1.0, _ON_16, None) is None, "no attempt"
+    change_facts(paths, created="2026-11-20T09:00:00+00:00")
     for number, (start, end, job, cause) in enumerate(
         [("09:10", "09:20", "12", "preemption"), ("09:25", "09:30", "12", "crash"),
          ("09:31", "09:40", "12", "user error"), ("18:00", "18:10", "13", "completed")], start=1,
@@ -61,11 +61,6 @@ def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tm
     assert (usage.gpu_hours, usage.cpu_efficiency) == (None, None)
 
 
-def test_a_run_without_an_attempt_has_used_nothing(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
-    assert usage_of(RunFiles.read(paths), read_status(paths), [], 1.0, _ON_16, None) is None
-
-
 def test_runs_are_counted_by_state() -> None:
     assert counts_by_state(["running", "failed", "running"]) == "3 runs: 2 running, 1 failed"
     assert counts_by_state(["failed"]) == "1 run: 1 failed"
@@ -79,10 +74,8 @@ def test_large_numbers_of_hours_are_written_in_full() -> None:
 def row(
     step: int, step_s: float | None = None, wait_s: float | None = None, split: str = "train"
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"split": split, "step": step}
-    return found | {
-        key: value for key, value in (("step_s", step_s), ("data_wait_s", wait_s)) if value is not None
-    }
+    times = {"step_s": step_s, "data_wait_s": wait_s}
+    return {"split": split, "step": step} | {key: time for key, time in times.items() if time is not None}
 
 
 @pytest.mark.parametrize(

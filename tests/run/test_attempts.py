@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, newest_number, read_record, write_record
-from hpc_train.run.checkpoints import Manifest, committed
+from hpc_train.run.attempts import (
+    EventLog,
+    claim_attempt,
+    newest_number,
+    noted_signal,
+    read_record,
+    write_record,
+)
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.files import read_json
 from hpc_train.run.processes import Process
+from tests.run.runs import record_of
+from tests.run.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -21,32 +31,18 @@ def run(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "run")
 
 
-def save(run: RunPaths, step: int, attempt: int) -> None:
-    run.checkpoint(step).folder.mkdir(parents=True)
-    Manifest(step, attempt, 1, {}).write(run.checkpoint(step))
-
-
 def test_attempts_count_from_one(run: RunPaths) -> None:
     assert newest_number(run) == 0
     assert [claim_attempt(run) for _ in range(3)] == [1, 2, 3]
     assert newest_number(run) == 3
 
 
-def test_a_claim_is_recorded_from_the_first_moment(run: RunPaths) -> None:
-    number = claim_attempt(run, "slurm")
-    record = read_record(run.attempt(number))
-    assert record is not None and record.launcher == "slurm"
-    assert record.launcher_process == Process.current()
-    assert (record.attempt, record.end, record.checkpoints) == (1, None, [])
-
-
 def test_a_claim_lists_the_checkpoints_it_may_go_on_from(run: RunPaths) -> None:
     claim_attempt(run)
-    save(run, 5, attempt=1)
-    second = read_record(run.attempt(claim_attempt(run)))
-    save(run, 7, attempt=1)  # by the old attempt, still alive: counts no more
-    third = read_record(run.attempt(claim_attempt(run)))
-    assert second is not None and third is not None
+    write_checkpoint(run, 5, attempt=1)
+    second = record_of(run.attempt(claim_attempt(run)))
+    write_checkpoint(run, 7, attempt=1)  # by the old attempt, still alive: counts no more
+    third = record_of(run.attempt(claim_attempt(run)))
     assert second.checkpoints == third.checkpoints == ["step-00000005"]
     assert [checkpoint.step for checkpoint in committed(run)] == [5]
 
@@ -69,10 +65,11 @@ def test_of_many_that_claim_each_gets_a_number_of_its_own(run: RunPaths) -> None
     assert sorted(int(path.name) for path in run.attempts.iterdir()) == sorted(claimed)
 
 
-def test_a_record_comes_back_as_it_was_written(run: RunPaths) -> None:
-    attempt = run.attempt(claim_attempt(run))
-    record = read_record(attempt)
-    assert record is not None
+def test_a_claim_is_recorded_at_once_and_comes_back_as_it_was_written(run: RunPaths) -> None:
+    attempt = run.attempt(claim_attempt(run, "slurm"))
+    record = record_of(attempt)
+    assert (record.launcher, record.launcher_process) == ("slurm", Process.current())
+    assert (record.attempt, record.end, record.checkpoints) == (1, None, [])
     full = replace(
         record, launcher="local", hosts=["a"], ranks=2, devices=2, rank_processes=[Process.current()]
     )
@@ -82,8 +79,25 @@ def test_a_record_comes_back_as_it_was_written(run: RunPaths) -> None:
     assert full.end is not None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": 1}'])
-def test_an_unreadable_record_is_none(run: RunPaths, text: str) -> None:
-    attempt = run.attempt(claim_attempt(run))
-    attempt.record.write_text(text)
-    assert read_record(attempt) is None
+# When an attempt did what.
+
+
+def test_who_agrees_before_its_own_signal_was_asked_by_the_others(tmp_path: Path) -> None:
+    attempt = RunPaths(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    log = EventLog(attempt)
+    log.note("agreed", "2026-11-21T15:46:39.782+00:00")
+    log.signalled("SIGTERM", "2026-11-21T15:46:40.118+00:00")
+    told = (read_json(attempt.events) or {})["events"]
+    assert list(told) == ["signal", "agreed"]
+    assert told["signal"] <= told["agreed"]
+    assert noted_signal(attempt) == "SIGTERM"
+
+
+def test_a_signal_of_its_own_counts_where_it_came_first(tmp_path: Path) -> None:
+    attempt = RunPaths(tmp_path).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    log = EventLog(attempt)
+    log.signalled("USR2", "2026-11-21T15:46:39.500+00:00")
+    log.note("agreed", "2026-11-21T15:46:39.782+00:00")
+    assert (read_json(attempt.events) or {})["events"]["signal"] == "2026-11-21T15:46:39.500+00:00"

@@ -20,7 +20,8 @@ def sample(index: int, why: str = "") -> BadSample:
 
 
 def test_a_run_without_attempts_knows_none(tmp_path: Path) -> None:
-    assert all_known(RunPaths(tmp_path / "none")) == {}
+    paths = RunPaths(tmp_path / "none")
+    assert (all_known(paths), in_words(paths)) == ({}, None)
 
 
 def test_the_first_to_name_a_sample_counts(paths: RunPaths) -> None:
@@ -40,13 +41,6 @@ def test_half_a_line_is_not_a_sample(paths: RunPaths, rest: str) -> None:
     append(file, [sample(1), sample(2)])
     file.write_text(file.read_text() + rest)
     assert list(all_known(paths)) == [("train", 1), ("train", 2)]
-
-
-def test_one_sample_and_the_number_of_others_are_named(paths: RunPaths) -> None:
-    assert in_words(paths) is None
-    append(paths.attempt(1).bad_samples(0), [sample(1), sample(2), sample(3)])
-    words = in_words(paths)
-    assert words is not None and "1.jpg" in words and words.endswith(" and 2 more samples")
 
 
 def test_names_that_are_no_utf8_come_back(paths: RunPaths) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -78,6 +79,7 @@ def names(checkpoints: list[CheckpointPaths]) -> list[str]:
 
 def test_a_manifest_comes_back_as_it_was_written(run: RunPaths) -> None:
     checkpoint = write_checkpoint(run, 500, 3)
+    assert verify(checkpoint) == []
     manifest = Manifest.read(checkpoint)
     assert (manifest.step, manifest.attempt, manifest.world_size) == (500, 3, 2)
     shard = manifest.files["shard-00000.safetensors"]
@@ -135,15 +137,12 @@ def test_an_attempt_that_ended_before_its_record_takes_nothing_away(run: RunPath
     assert names(committed(run)) == ["step-00000100"]
 
 
-def test_attempts_are_ordered_as_numbers(run: RunPaths) -> None:
+def test_attempts_are_ordered_as_numbers_and_a_run_without_any_has_no_checkpoints(run: RunPaths) -> None:
+    assert newest_attempt(run) == 0 and kept_best(run) is None
+    assert committed(run) == [] == listing(run)
     for attempt in (9, 10):
         begin_attempt(run, attempt)
     assert newest_attempt(run) == 10
-
-
-def test_a_run_without_attempts_has_no_checkpoints(run: RunPaths) -> None:
-    assert newest_attempt(run) == 0
-    assert committed(run) == [] == listing(run)
 
 
 @pytest.mark.fault(13)
@@ -155,10 +154,6 @@ def test_partial_and_unreadable_folders_never_count(run: RunPaths) -> None:
     (run.checkpoints / "step-00000400.tmp-1").mkdir()
     assert names(committed(run)) == ["step-00000100"]
     assert [found.step for found in damaged(run)] == [300, 200]
-
-
-def test_a_whole_checkpoint_has_no_problems(run: RunPaths) -> None:
-    assert verify(write_checkpoint(run, 100, attempt=1)) == []
 
 
 def flip_a_bit(checkpoint: CheckpointPaths) -> None:
@@ -251,9 +246,7 @@ def test_a_hostile_manifest_opens_no_file(run: RunPaths, changes: dict[str, obje
     assert verify(checkpoint)
 
 
-def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_blocks_resume(
-    run: RunPaths,
-) -> None:
+def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_blocks_resume(run: RunPaths) -> None:
     begin_attempt(run, 1)
     newer = write_checkpoint(run, 200, attempt=1)
     write_checkpoint(run, 100, attempt=1)
@@ -294,27 +287,27 @@ def test_what_is_set_aside_is_kept_under_names_of_its_own(run: RunPaths) -> None
     assert all_set_aside(run).keys() == set(named), "it is not damaged, so a run may start again without it"
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, 2), (2, 2), (3, 3), (9, 5)])
-def test_pruning_keeps_the_newest_and_never_fewer_than_two(run: RunPaths, keep: int, left: int) -> None:
-    save(run, 1, 2, 3, 4, 5)
-    prune(run, keep, attempt=1)
-    assert [checkpoint.step for checkpoint in committed(run)] == [5, 4, 3, 2, 1][:left]
-    assert len(list(run.checkpoints.iterdir())) == left
-
-
 @pytest.mark.parametrize(
-    ("keep_every", "steps"), [(2, [7, 6, 4, 2]), (3, [7, 6, 3]), (9, [7, 6]), (1, [7, 6, 4, 3, 2])]
+    ("options", "left"),
+    [
+        ({"keep": 1}, [7, 6]),
+        ({"keep": 2}, [7, 6]),
+        ({"keep": 3}, [7, 6, 4]),
+        ({"keep": 9}, [7, 6, 4, 3, 2]),
+        ({"keep": 2, "keep_every": 2}, [7, 6, 4, 2]),
+        ({"keep": 2, "keep_every": 3}, [7, 6, 3]),
+        ({"keep": 2, "keep_every": 9}, [7, 6]),
+        ({"keep": 2, "keep_every": 1}, [7, 6, 4, 3, 2]),
+        ({"keep": 2, "needed": [3]}, [7, 6, 3]),
+    ],
 )
-def test_pruning_keeps_multiples_of_keep_every(run: RunPaths, keep_every: int, steps: list[int]) -> None:
+def test_pruning_keeps_the_newest_two_at_least_multiples_and_what_is_needed(
+    run: RunPaths, options: dict[str, Any], left: list[int]
+) -> None:
     save(run, 2, 3, 4, 6, 7)
-    prune(run, 2, 1, keep_every)
-    assert [checkpoint.step for checkpoint in committed(run)] == steps
-
-
-def test_pruning_keeps_steps_that_are_needed(run: RunPaths) -> None:
-    save(run, 1, 2, 3, 4, 5)
-    prune(run, 2, 1, needed=[2])
-    assert [checkpoint.step for checkpoint in committed(run)] == [5, 4, 2]
+    prune(run, attempt=1, **options)
+    assert [checkpoint.step for checkpoint in committed(run)] == left
+    assert len(list(run.checkpoints.iterdir())) == len(left)
 
 
 @pytest.mark.fault(13)
@@ -422,7 +415,3 @@ def test_a_selected_checkpoint_is_named_with_the_best_or_the_last(
         facts = {"metric": "loss", "value": 0.5, "step": 200}
         change_manifest(write_checkpoint(run, saved, attempt=1), best=facts)
     assert selection_words(run, step) == words
-
-
-def test_without_checkpoints_there_is_no_best(run: RunPaths) -> None:
-    assert kept_best(run) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,7 +15,6 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import EventLog, claim_attempt, tell_end
 from hpc_train.run.create import (
-    Origin,
     create_run,
     effective_experiment,
     note_change,
@@ -27,23 +25,19 @@ from hpc_train.run.create import (
     refused_changes,
 )
 from hpc_train.run.files import read_json
+from hpc_train.run.run_status import RunStatus, read_status
 from hpc_train.run.versions import versions
+from tests.run.code.trees import git, work_tree
 from tests.run.runs import small_experiment, small_run
 
 
 def test_a_new_run_is_private_whole_and_pending(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
-    assert stat.S_IMODE(paths.folder.stat().st_mode) == 0o700
+    for folder in (paths.folder, paths.folder.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert frozen_experiment.read(paths) == small_experiment()
-    assert read_json(paths.status) == {
-        "version": 1,
-        "state": "pending",
-        "step": 0,
-        "total_steps": 10,
-        "epoch": 0.0,
-        "attempt": 0,
-        "reason": None,
-    }
+    assert read_status(paths) == RunStatus("pending", 0, 10)
+    assert origin_of(paths) is None
     run = read_json(paths.run)
     assert run is not None
     assert (run["version"], run["id"], run["name"]) == (1, "abc", "small")
@@ -51,11 +45,6 @@ def test_a_new_run_is_private_whole_and_pending(tmp_path: Path) -> None:
     assert (run["launcher"], run["slurm_job_ids"], run["changes"]) == ("local", [], {})
     assert {"hpc-train", "python", "torch", "torchvision", "timm"} <= run["versions"].keys()
     assert [path.name for path in paths.folder.parent.iterdir()] == ["abc"]
-
-
-def test_two_runs_have_different_wandb_ids(tmp_path: Path) -> None:
-    runs = [read_json(small_run(tmp_path / name).run) or {} for name in ("a", "b")]
-    assert runs[0]["wandb_id"] != runs[1]["wandb_id"]
 
 
 def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
@@ -89,20 +78,15 @@ def test_of_many_that_create_one_run_exactly_one_does(tmp_path: Path) -> None:
 
 
 def test_the_commit_of_the_current_folder_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_tree = tmp_path / "code"
-    work_tree.mkdir()
-    monkeypatch.chdir(work_tree)
+    monkeypatch.chdir(tmp_path)
     assert (read_json(small_run(tmp_path / "outside").run) or {})["code"] is None
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    (work_tree / "file").write_text("1")
-    for arguments in (["init", "-q"], ["add", "file"], [*identity, "commit", "-q", "-m", "one"]):
-        subprocess.run(["git", *arguments], check=True, cwd=work_tree)
+    tree = work_tree(tmp_path / "code", "file")
+    monkeypatch.chdir(tree)
     clean = (read_json(small_run(tmp_path / "clean").run) or {})["code"]
-    (work_tree / "file").write_text("2")
+    (tree / "file").write_text("2")
     dirty = (read_json(small_run(tmp_path / "dirty").run) or {})["code"]
-    assert len(clean["commit"]) == 40
-    assert clean["dirty"] is False
-    assert dirty == {"commit": clean["commit"], "dirty": True}
+    assert clean == {"commit": git(tree, "rev-parse", "HEAD"), "dirty": False}
+    assert dirty == clean | {"dirty": True}
 
 
 def test_changes_hold_from_their_attempt_on_and_the_latest_wins(tmp_path: Path) -> None:
@@ -156,15 +140,6 @@ def test_a_change_needs_a_readable_run(tmp_path: Path) -> None:
     paths.run.write_text("{")
     with pytest.raises(StorageError, match=r"run\.json: missing or not written by hpc-train"):
         note_change(paths, 2, ["data.workers=4"])
-
-
-def test_the_file_that_a_run_was_made_of_is_noted(tmp_path: Path) -> None:
-    assert origin_of(small_run(tmp_path / "unknown")) is None
-    paths = RunPaths(tmp_path / "small" / "abc")
-    origin = Origin("/home/ada/exp.yaml", ["seed=1"])
-    create_run(paths, small_experiment(), "abc", 10, origin=origin)
-    assert (read_json(paths.run) or {})["source"] == {"file": "/home/ada/exp.yaml", "overrides": ["seed=1"]}
-    assert origin_of(paths) == origin
 
 
 def test_versions_are_noted_with_the_attempt_that_has_others_first(tmp_path: Path) -> None:

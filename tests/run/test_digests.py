@@ -108,11 +108,8 @@ def test_the_size_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_numbers_are_compared_by_their_bits(path: Path) -> None:
     one = StepDigest(1, 5, 0.1, 0.2)
     assert one.differences(StepDigest(1, 5, 0.1, 0.2, attempt=9)) == []
-    assert one.differences(StepDigest(1, 6, math.nextafter(0.1, 1), math.nextafter(0.2, 1))) == [
-        "samples",
-        "loss",
-        "grad_norm",
-    ]
+    others = StepDigest(1, 6, math.nextafter(0.1, 1), math.nextafter(0.2, 1))
+    assert one.differences(others) == ["samples", "loss", "grad_norm"]
     assert one.differences(StepDigest(1, 5, 0.1, None)) == [], "the other has none to compare"
     assert StepDigest(1, 5, 0.0, None).differences(StepDigest(1, 5, -0.0, None)) == ["loss"]
     assert StepDigest(1, 5, math.nan, None).differences(StepDigest(1, 5, -math.nan, None)) == []

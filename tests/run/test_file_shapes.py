@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_train.launchers.slurm.submission import Submission
+from hpc_train.paths import AttemptPaths
 from hpc_train.run import file_shapes
 from hpc_train.run.attempts import claim_attempt, read_record
 from hpc_train.run.files import read_json, write_json
@@ -60,37 +61,37 @@ def test_a_wrong_type_makes_the_file_unreadable(tmp_path: Path, name: str, key: 
     assert read_json(tmp_path / name) == {"later": [1]}
 
 
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptPaths:
+    paths = small_run(tmp_path)
+    return paths.attempt(claim_attempt(paths, "slurm", job="9", hosts=["n1"], restart=0))
+
+
+def _change(attempt: AttemptPaths, /, **changes: Any) -> None:
+    write_json(attempt.record, (read_json(attempt.record) or {}) | changes)
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in _MALFORMED_RECORD.items() for value in values]
 )
-def test_an_attempt_with_a_wrong_type_has_no_record(tmp_path: Path, key: str, value: object) -> None:
-    paths = small_run(tmp_path)
-    attempt = paths.attempt(claim_attempt(paths, job="9"))
-    whole = read_json(attempt.record) or {}
-    write_json(attempt.record, whole | {"later": [1]})
+def test_an_attempt_with_a_wrong_type_has_no_record(attempt: AttemptPaths, key: str, value: object) -> None:
+    _change(attempt, later=[1])
     assert read_record(attempt) is not None
-    write_json(attempt.record, whole | {key: value})
+    _change(attempt, **{key: value})
     assert read_record(attempt) is None
 
 
-def test_an_attempt_without_a_required_key_has_no_record(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
-    attempt = paths.attempt(claim_attempt(paths))
+def test_an_attempt_without_a_required_key_has_no_record(attempt: AttemptPaths) -> None:
     whole = read_json(attempt.record) or {}
     del whole["start"]
     write_json(attempt.record, whole)
     assert read_record(attempt) is None
 
 
-def test_a_process_that_is_not_one_is_missing_from_its_record(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
+def test_a_process_that_is_not_one_is_missing_from_its_record(attempt: AttemptPaths) -> None:
     ours = Process.current()
-    attempt = paths.attempt(claim_attempt(paths, rank_processes=[ours]))
-    whole = read_json(attempt.record) or {}
     foreign = ours.to_json() | {"pid": -1}
-    write_json(
-        attempt.record, whole | {"rank_processes": [foreign, ours.to_json()], "launcher_process": foreign}
-    )
+    _change(attempt, rank_processes=[foreign, ours.to_json()], launcher_process=foreign)
     record = record_of(attempt)
     assert (record.rank_processes, record.launcher_process) == ([ours], None)
 
@@ -99,21 +100,10 @@ def test_every_field_of_a_submission_is_checked() -> None:
     assert {field.name for field in fields(Submission)} <= set(file_shapes.SHAPES["submission.json"])
 
 
-def test_what_a_run_writes_fits(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
-    number = claim_attempt(paths, "slurm", job="9", hosts=["n1"], restart=0, events={"begin": "…"})
-    assert read_json(paths.run) is not None
-    record = record_of(paths.attempt(number))
-    assert record.hosts == ["n1"]
-
-
-def test_the_number_of_an_attempt_is_its_folders(tmp_path: Path) -> None:
+def test_the_number_of_an_attempt_is_its_folders(attempt: AttemptPaths) -> None:
     """Else a forged record would end another attempt's ranks."""
-    paths = small_run(tmp_path)
-    attempt = paths.attempt(claim_attempt(paths))
-    write_json(attempt.record, (read_json(attempt.record) or {}) | {"attempt": 7})
-    record = record_of(attempt)
-    assert record.attempt == 1
+    _change(attempt, attempt=7)
+    assert record_of(attempt).attempt == 1
 
 
 @pytest.mark.parametrize("name", ["\u00b2", "\u0663", "01", "0", "1" * 200])

@@ -15,13 +15,8 @@ def test_the_size_is_read_as_it_was_written(too_large: int | None, tmp_path: Pat
     paths, found = RunPaths(tmp_path), Found(size=8, too_large=too_large, ranks=4, attempt=2)
     assert kept(paths) is None
     assert keep(paths, found) == found == kept(paths)
-    assert json.loads(paths.micro_batch.read_text()) == {
-        "version": 1,
-        "size": 8,
-        "too_large": too_large,
-        "ranks": 4,
-        "attempt": 2,
-    }
+    content = {"version": 1, "size": 8, "too_large": too_large, "ranks": 4, "attempt": 2}
+    assert json.loads(paths.micro_batch.read_text()) == content
     assert keep(paths, Found(size=4, too_large=8, ranks=1, attempt=3)) == found, "the first one counts"
 
 

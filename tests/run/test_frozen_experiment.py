@@ -13,17 +13,14 @@ from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import RunPaths
 from hpc_train.run.frozen_experiment import dump, load_changed, read, write
-from tests.config.files import GOOD
+from tests.config.files import GOOD, loaded_file
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
     [
-        "",
-        "# a",
-        "a: b",
-        "- a",
-        *["1e-3", "on", "24:00:00", "null", "~", "<<", "0o17", ".inf", "!x", "&a", "*a", "yes"],
+        "", "# a", "a: b", "- a", "1e-3", "on", "24:00:00", "null", "~", "<<", "0o17", ".inf", "!x", "&a",
+        "*a", "yes",
     ]
-)
+)  # fmt: skip
 FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -94,9 +91,8 @@ def test_a_frozen_experiment_is_read_back_equal(tmp_path: Path, data: dict[str, 
 
 
 def test_every_default_is_written_to_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "exp.yaml").write_text(GOOD)
     paths = RunPaths(tmp_path)
-    write(paths, load(tmp_path / "exp.yaml", ["checkpoint.every_steps=5"]).experiment)
+    write(paths, loaded_file(tmp_path, "checkpoint.every_steps=5").experiment)
     monkeypatch.setattr(CheckpointConfig.model_fields["keep"], "default", 7)
     for section in (CheckpointConfig, Experiment):
         section.model_rebuild(force=True)
@@ -110,18 +106,16 @@ def test_every_default_is_written_to_the_run_folder(tmp_path: Path, monkeypatch:
 
 
 def test_a_damaged_file_is_refused_at_its_place(tmp_path: Path) -> None:
-    (tmp_path / "exp.yaml").write_text(GOOD)
     paths = RunPaths(tmp_path)
-    write(paths, load(tmp_path / "exp.yaml").experiment)
+    write(paths, loaded_file(tmp_path).experiment)
     paths.resolved.write_text(paths.resolved.read_text().replace('"seed": 0', '"seed": "none"'))
     with pytest.raises(BadFileError, match=r"resolved\.json:3:\d+: seed"):
         read(paths)
 
 
 def test_keys_keep_the_schemas_order_and_defaults_are_omitted(tmp_path: Path) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text("seed: 0\nprecision: bf16\n" + GOOD)
-    text = dump(load(path, ["slurm.time_limit=24:00:00", "compile=true", "checkpoint.keep=3"]).experiment)
+    overrides = ("slurm.time_limit=24:00:00", "compile=true", "checkpoint.keep=3")
+    text = dump(loaded_file(tmp_path, *overrides, text="seed: 0\nprecision: bf16\n" + GOOD).experiment)
     keys = [line.partition(":")[0] for line in text.splitlines() if line[0] != " "]
     assert keys == ["name", "task", "model", "data", "optimization", "precision", "compile", "slurm"]
     assert "  time_limit: 24h\n" in text and "compile: true\n" in text
@@ -129,16 +123,12 @@ def test_keys_keep_the_schemas_order_and_defaults_are_omitted(tmp_path: Path) ->
 
 @pytest.mark.parametrize("text", ["1e-3", "on", "24:00:00", "y", "0o17", "2026-01-01", "1_000", "~"])
 def test_text_like_other_types_is_quoted_for_every_reader(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text(GOOD)
-    frozen = dump(load(path, [f"model.args.x='{text}'"]).experiment)
+    frozen = dump(loaded_file(tmp_path, f"model.args.x='{text}'").experiment)
     assert f'x: "{text}"' in frozen
     assert yaml.safe_load(frozen)["model"]["args"]["x"] == text
 
 
 def test_shared_values_are_written_out(tmp_path: Path) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text(GOOD)
     shared = [1, 2]
-    frozen = dump(load(path).variant({"model.args": {"a": shared, "b": shared}}))
+    frozen = dump(loaded_file(tmp_path).variant({"model.args": {"a": shared, "b": shared}}))
     assert "&" not in frozen and "*" not in frozen

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import StorageError, TransientStorageError
-from hpc_train.run import storage_errors
-from hpc_train.run.metric_rows import MetricsFile, iter_rows
+from hpc_train.run import metric_rows, storage_errors
+from hpc_train.run.metric_rows import MetricsFile, iter_rows, lines_from_end
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -40,33 +40,25 @@ def file(path: Path) -> Iterator[MetricsFile]:
     made.close()
 
 
-def test_a_new_run_begins_with_an_empty_file(path: Path) -> None:
-    MetricsFile(path, 0).close()
-    assert path.read_text() == ""
-
-
 def test_rows_past_the_resumed_step_are_dropped_and_may_be_written_again(path: Path) -> None:
-    written(path, *(row(step, attempt=1) for step in range(1, 8)), row(6, "val", attempt=1))
+    kept = [*(row(step, attempt=1) for step in range(1, 6)), row(5, "val", attempt=1)]
+    written(path, *kept, row(6, attempt=1), row(7, attempt=1), row(6, "val", attempt=1))
     file = MetricsFile(path, 5)
-    assert list(iter_rows(path)) == [row(step, attempt=1) for step in range(1, 6)]
-    assert not file.has("val", 6)
+    assert list(iter_rows(path)) == kept
+    assert file.has("train", 5) and file.has("val", 5)
+    assert not file.has("val", 4) and not file.has("val", 6)
     file.append(row(6, attempt=2))
     file.append(row(6, "val", attempt=2))
     file.close()
-    assert [each["attempt"] for each in iter_rows(path)] == [1] * 5 + [2, 2]
+    assert [each["attempt"] for each in iter_rows(path)] == [1] * 6 + [2, 2]
 
 
-def test_what_is_kept_counts_as_written(path: Path) -> None:
-    written(path, row(5), row(5, "val"))
-    file = MetricsFile(path, 5)
-    assert file.has("train", 5)
-    assert file.has("val", 5)
-    assert not file.has("val", 4)
-    file.close()
-
-
-def test_a_step_of_a_split_is_written_once(path: Path, file: MetricsFile) -> None:
+def test_a_row_reaches_other_processes_at_once_and_is_written_once(path: Path, file: MetricsFile) -> None:
+    assert path.read_text() == "", "of a new run"
+    with pytest.raises(ValueError, match="JSON compliant"):
+        file.append(row(1, grad_norm=float("nan")))
     file.append(row(1))
+    assert list(iter_rows(path)) == [row(1)]
     file.append(row(1, "val"))
     with pytest.raises(AssertionError, match="has its row already"):
         file.append(row(1))
@@ -112,17 +104,6 @@ def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path, file: Metr
         file.sync()
 
 
-def test_a_row_reaches_other_processes_at_once(path: Path, file: MetricsFile) -> None:
-    file.append(row(1))
-    assert list(iter_rows(path)) == [row(1)]
-
-
-def test_a_number_that_json_has_not_is_refused(path: Path, file: MetricsFile) -> None:
-    with pytest.raises(ValueError, match="JSON compliant"):
-        file.append(row(1, grad_norm=float("nan")))
-    assert path.read_text() == ""
-
-
 def test_sync_puts_the_file_on_the_disk(
     path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,34 +130,32 @@ def large(path: Path) -> Path:
 def test_a_resume_holds_a_small_part_of_a_large_file(large: Path) -> None:
     size = large.stat().st_size
     tracemalloc.start()
-    file = MetricsFile(large, 39_000)
-    file = _closed(file).reopened(38_000)
+    MetricsFile(large, 39_000).reopened(38_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    _closed(file)
     assert peak < size / 8
     assert list(iter_rows(large))[-1] == row(38_000, note="x" * 60)
 
 
 def test_a_resume_parses_only_the_rows_that_it_drops(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = 0
-    really = json.loads
+    really = metric_rows._decode
 
-    def count(text: str) -> Any:
+    def count(text: str) -> tuple[Any, int]:
         nonlocal parsed
         parsed += 1
         return really(text)
 
-    monkeypatch.setattr(json, "loads", count)
-    _closed(MetricsFile(large, 39_990))
+    monkeypatch.setattr(metric_rows, "_decode", count)
+    MetricsFile(large, 39_990)
     assert parsed == 12, "ten rows past the step, the step's own, and the one before it"
 
 
 def test_it_tells_whether_rows_were_withdrawn(path: Path) -> None:
     written(path, row(1), row(2))
-    assert not _closed(MetricsFile(path, 2)).has_withdrawn
-    assert _closed(MetricsFile(path, 1)).has_withdrawn
-    assert not _closed(MetricsFile(path, 1)).has_withdrawn
+    assert not MetricsFile(path, 2).has_withdrawn
+    assert MetricsFile(path, 1).has_withdrawn
+    assert not MetricsFile(path, 1).has_withdrawn
 
 
 @pytest.fixture
@@ -255,12 +234,28 @@ def test_a_later_attempts_file_is_not_written_to(
     path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.append(row(1))
-    _closed(MetricsFile(path, 0))
+    MetricsFile(path, 0)
     refuse(monkeypatch, "pwrite", errno.ESTALE, 1)
     with pytest.raises(StorageError, match="another attempt has replaced the file"):
         file.append(row(2))
     assert path.read_bytes() == b""
 
 
-def _closed(file: MetricsFile) -> MetricsFile:
-    return file
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("text", [b"", b"\n", b"a", b"a\n", b"a\nbb", b"\na\n\nbbb\r\nc\n", b"\r\n\r\n"])
+def test_lines_come_from_the_end_with_their_offsets(
+    text: bytes, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_rows, "_BLOCK_BYTES", block_bytes)
+    path = tmp_path / "file"
+    path.write_bytes(text)
+    with path.open("rb") as file:
+        forward, offset = [], 0
+        for line in file:
+            forward.append((offset, line))
+            offset += len(line)
+        assert list(lines_from_end(file)) == forward[::-1]
+
+
+def test_a_file_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
+    assert list(iter_rows(tmp_path / "metrics.jsonl")) == []

@@ -38,12 +38,7 @@ LIMITS = "from hpc_train.run.resource_limits import current; print(current())"
 @pytest.mark.parametrize(
     ("call", "error", "program", "printed"),
     [
-        (
-            "clone3",
-            "EPERM",
-            THREAD,
-            "the sandbox (seccomp) refuses clone3",
-        ),
+        ("clone3", "EPERM", THREAD, "the sandbox (seccomp) refuses clone3"),
         ("clone3", "ENOSYS", THREAD, ""),
         ("sched_getaffinity", "EPERM", CPUS, "True"),
         ("setsid", "EPERM", SESSION, "True"),

@@ -31,11 +31,10 @@ def test_a_status_comes_back_as_it_was_written(run: RunPaths) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"state": "flying"}', json.dumps(RUNNING.to_json() | {"step": "5"})],
+    "text", [None, "", "[]", "{}", '{"state": "flying"}', json.dumps(RUNNING.to_json() | {"step": "5"})]
 )
-def test_an_invalid_status_is_unknown(run: RunPaths, text: str) -> None:
-    run.status.write_text(text)
+def test_a_missing_or_invalid_status_is_unknown(run: RunPaths, text: str | None) -> None:
+    run.status.unlink() if text is None else run.status.write_text(text)
     assert read_status(run).state == "unknown"
 
 
@@ -60,7 +59,3 @@ def test_slow_ranks_are_named_with_the_number_up_to_four(run: RunPaths) -> None:
     assert words[:2] == ["rank 0: waits 30% of a step longer for data", "rank 1: forward 1.25 × the median"]
     assert len(words) == 5 and words[-1] == "…"
     assert replace(RUNNING, slow_ranks={"1": {"forward": "fast"}}).slow_words == ""  # type: ignore[dict-item]
-
-
-def test_a_missing_status_is_unknown(tmp_path: Path) -> None:
-    assert read_status(RunPaths(tmp_path)).state == "unknown"

@@ -84,9 +84,6 @@ def test_the_owner_of_a_refused_path_is_a_clause_also_of_the_error_that_it_cause
     assert error_clauses(error).startswith("; it belongs to ")
     error.__cause__ = PermissionError(errno.EPERM, "Operation not permitted")
     assert error_clauses(error) == ""
-
-
-def test_other_errors_have_no_clauses() -> None:
     assert error_clauses(ValueError("x")) == error_clauses(FileNotFoundError(2, "x", "/a")) == ""
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.trust import UntrustedError, check_run, make_experiment_folder
+from hpc_train.run.trust import UntrustedError, check_run
 from tests.run.runs import small_run
 
 
@@ -24,12 +23,6 @@ def _give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.chown(path, 12345, -1, follow_symlinks=False)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-
-
-def test_a_new_run_is_private_and_trusted(run: RunPaths) -> None:
-    assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(run.folder.parent.stat().st_mode) == 0o700
-    check_run(run)
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o000])
@@ -109,15 +102,6 @@ def test_a_linked_run_is_checked_where_it_is(run: RunPaths, tmp_path: Path) -> N
     other.chmod(0o777)
     with pytest.raises(UntrustedError, match=f"{other}: group or others may write it"):
         check_run(run)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
-def test_the_experiment_of_another_user_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    folder = RunPaths(tmp_path / "runs" / "small" / "abc").siblings
-    make_experiment_folder(folder)
-    os.chown(folder.folder, 12345, -1)
-    with pytest.raises(UntrustedError, match="give the experiment another name"):
-        make_experiment_folder(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")

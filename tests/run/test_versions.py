@@ -19,16 +19,8 @@ def test_versions_are_those_that_ranks_import() -> None:
     import torch
 
     found = versions()
-    assert list(found) == [
-        "hpc-train",
-        "python",
-        "torch",
-        "torchvision",
-        "timm",
-        "numpy",
-        "pillow",
-        "simplejpeg",
-    ]
+    names = ["hpc-train", "python", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg"]
+    assert list(found) == names
     assert found["hpc-train"] == __version__
     assert found["python"] == platform.python_version()
     assert found["torch"] == torch.__version__, "with the CUDA that it was built with"

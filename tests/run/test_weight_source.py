@@ -15,8 +15,7 @@ from tests.run.test_checkpoints import change_manifest, write_checkpoint
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def source(tmp_path: Path) -> RunPaths:
     run = small_run(tmp_path / "runs")
     for step in (5, 10):
         write_checkpoint(run, step, attempt=0)

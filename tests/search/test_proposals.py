@@ -87,9 +87,7 @@ def test_numbers_are_rounded_and_parameters_without_their_condition_dropped() ->
 
 
 def test_a_method_that_leaves_the_space_is_refused() -> None:
-    with pytest.raises(
-        BadFileError, match=r"sweep.search.method: .*:wrong proposes seed=-5, which is not in"
-    ):
+    with pytest.raises(BadFileError, match=r"sweep.search.method: .*:wrong proposes seed=-5, which is"):
         next_round(_search(methods.WRONG, parameters={"seed": {"choice": [1, 2]}}), [])
 
 

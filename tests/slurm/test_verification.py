@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.run.checkpoints import is_set_aside
 from tests.end_to_end.flips import FLIP, FLIPS_ON
-from tests.end_to_end.random_faults import SlurmSweep
+from tests.end_to_end.node_faults import SlurmSweep
 from tests.end_to_end.runs import assert_equal_to_the_bit
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster

@@ -25,7 +25,7 @@ from hpc_train.training.strategies.fully_sharded import refuse_unshardable
 from hpc_train.training.strategies.pieces import made_once, part_of
 from hpc_train.training.train_state import Ema
 from tests.distributed.scripts import run_script
-from tests.forwards import PlainForward
+from tests.forwards import PlainForward, dealt
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
@@ -97,9 +97,7 @@ def make_batch(number: int, weight: float) -> Batch:
 
 
 def slots(rank: int, world_size: int) -> list[Batch]:
-    own = [make_batch(number, 1 / MICRO_BATCHES) for number in range(rank, MICRO_BATCHES, world_size)]
-    spare = [make_batch(rank, 0.0)] * (-(-MICRO_BATCHES // world_size) - len(own))
-    return own + spare
+    return dealt(make_batch, MICRO_BATCHES, rank, world_size)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -156,9 +154,7 @@ def steps_of(rank: int, world_size: int, kind: str) -> dict[str, dict[str, Any]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradients_and_loss_equal_plain_pytorch_on_any_number_of_ranks(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_gradients_and_loss_equal_plain_pytorch_on_any_ranks(world_size: int, tmp_path: Path) -> None:
     found = run_ranks(world_size, steps_of, "batchnorm", folder=tmp_path)
     for name in NAMES:
         assert_equals_plain_pytorch([rank[name] for rank in found])
@@ -262,11 +258,7 @@ def test_a_forward_that_does_not_count_leaves_a_buffer_alone_that_it_replaces() 
 @pytest.mark.parametrize(
     ("first", "then", "said"),
     [
-        (
-            torch.zeros(2),
-            torch.zeros(3),
-            r"\(3,\) float32 in the place of the buffer state, which was \(2,\)",
-        ),
+        (torch.zeros(2), torch.zeros(3), r"\(3,\) float32 in .* place of the buffer state, which was \(2,\)"),
         (torch.zeros(2, dtype=torch.int64), torch.zeros(2), r"write self\.state\.copy_"),
         (None, torch.zeros(2), "the buffer state, which was None; .* persistent=False"),
         (torch.zeros(2), None, "puts None in the place of the buffer state"),
@@ -490,3 +482,22 @@ def test_a_part_of_a_mesh_is_one_object() -> None:
         assert part_of(mesh, "tensor") == mesh["tensor"]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_loss_is_the_mean_though_each_forward_overwrites_the_memory_of_the_last(precision: str) -> None:
+    strategy = make_strategy("ddp", precision=precision)
+    model = strategy.place(nn.Linear(1, 1), [])
+    memory = torch.zeros((), dtype=model.weight.dtype)  # as that of a CUDA graph
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        loss = model(batch.inputs).sum()
+        loss.data = memory.fill_(batch.number)
+        return loss
+
+    inputs = torch.ones(1, 1, dtype=memory.dtype)
+    valid = torch.ones(1, dtype=torch.bool)
+    batches = [Batch(0, number, 0.25, inputs, None, valid) for number in range(4)]
+    mean = strategy.accumulate(batches, PlainForward(loss))
+    memory.fill_(9)
+    assert (mean.item(), mean.dtype) == (1.5, torch.float64)

@@ -78,10 +78,10 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("strategy", "model", "shape", "overrides"),
     [
-        ("ddp", RESNET, Shape(1, 2), ()),
+        pytest.param("ddp", RESNET, Shape(1, 2), (), marks=pytest.mark.soak),
         ("ddp", RESNET, Shape(2, 4), ("optimization.ema={decay: 0.9}",)),
         ("ddp", VIT, Shape(2, 4), ("activation_checkpointing=blocks",)),
-        ("zero1", VIT, Shape(2, 4), ()),
+        pytest.param("zero1", VIT, Shape(2, 4), (), marks=pytest.mark.soak),
         ("fsdp", VIT, Shape(2, 4), ("optimization.ema={decay: 0.9}",)),
         ("tensor", VIT, Shape(2, 4), ("parallel.tensor=2",)),
         ("pipeline", RESNET, Shape(2, 4), ()),
@@ -149,9 +149,9 @@ def bare_lora(config: Experiment, micro_batches: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "shape"),
     [
-        ("ddp", Shape(1, 2)),
-        ("ddp", Shape(2, 4)),
-        ("zero1", Shape(2, 4)),
+        pytest.param("ddp", Shape(1, 2), marks=pytest.mark.soak),
+        pytest.param("ddp", Shape(2, 4), marks=pytest.mark.soak),
+        pytest.param("zero1", Shape(2, 4), marks=pytest.mark.soak),
         ("fsdp", Shape(2, 4)),
         ("pipeline", Shape(2, 4)),
     ],

@@ -88,9 +88,7 @@ def test_numbers_are_said_once_and_what_drops_weights_of_attention_by_its_key() 
         ("torchvision/vgg11", {}, False),
     ],
 )
-def test_batchnorm_is_told_of_a_named_model_and_its_arguments(
-    name: str, args: dict[str, Any], answer: bool
-) -> None:
+def test_batchnorm_is_told_of_a_model_and_its_args(name: str, args: dict[str, Any], answer: bool) -> None:
     assert facts(name, args)["has_batchnorm"] is answer
 
 

@@ -18,9 +18,7 @@ from hpc_train.experiment.validate.compatibility import NEED_WHOLE_PARAMETERS
 from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training.checkpoint.state import optimizer_tensors
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.optimization import Optimization, make_optimizer
-from tests.forwards import PlainForward, optimizer_step
+from tests.forwards import PlainForward, make_train_state, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import full
@@ -56,14 +54,11 @@ class Net(nn.Module):
 
 
 def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[str, Tensor]:
-    precision = choose_precision("fp64", CPU)
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(shard=world_size)
     strategy = make_strategy(strategy_name, rank, degrees)
     torch.manual_seed(0)
     model = Net()
-    strategy.place(model, [])
-    optimizer = make_optimizer(OptimizerConfig(name=name, lr=0.01), strategy.optimized(), 4)
-    optimization = Optimization(optimizer, lambda step: 1.0, precision, CPU)
+    optimization = make_train_state(strategy, model, [], OptimizerConfig(name=name, lr=0.01), 4).optimization
     for step in range(3):
         inputs = torch.randn(
             2, 4, generator=torch.Generator().manual_seed(3 * step + rank), dtype=torch.float64
@@ -74,7 +69,7 @@ def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[s
         )
         optimizer_step(optimization)
         strategy.weights_changed()
-    optimizer_tensors(optimizer, {id(value): key for key, value in strategy.optimized().items()})
+    optimizer_tensors(optimization.optimizer, {id(value): key for key, value in strategy.optimized().items()})
     return {key: full(value).detach().clone() for key, value in model.named_parameters()}
 
 

@@ -138,7 +138,7 @@ def test_one_rank_trains_with_the_statistics_of_plain_pytorch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_ranks_have_the_statistics_of_plain_pytorch(world_size: int, tmp_path: Path) -> None:
     """Three ranks share four micro-batches: two have a spare slot, which must not count."""
     assert_equals_plain_training(run_ranks(world_size, train_all, folder=tmp_path))

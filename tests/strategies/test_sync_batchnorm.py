@@ -126,9 +126,7 @@ def compiled(rank: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_statistics_gradients_and_weights_are_those_of_one_batch_of_all_ranks(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_statistics_gradients_and_weights_are_those_of_one_batch(ranks: int, tmp_path: Path) -> None:
     expected, cumulative = train_alone(ranks, 0.1), train_alone(ranks, None)
     for found in run_ranks(ranks, of_all_kinds, folder=tmp_path):
         for name in NAMES:

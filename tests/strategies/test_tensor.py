@@ -30,6 +30,7 @@ from hpc_train.training.strategies.tensor import _SharedDropout, refuse_unshared
 from hpc_train.training.strategies.tensor_layers import find_shareable
 from hpc_train.training.train_state import Ema
 from tests.forwards import PlainForward, optimizer_step
+from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
@@ -138,27 +139,28 @@ def train(rank: int, training: Training) -> dict[str, Any]:
         numbers = range(degrees.data_rank(rank), MICRO_BATCHES, degrees.data_ranks)
         batches = [batch_of(training.make, step, number, 1 / MICRO_BATCHES) for number in numbers]
         losses.append(strategy.accumulate(batches, PlainForward(loss_of)))
-        gradients = {name: held(strategy, p.grad, p) for name, p in parameters.items()}
+        gradients = gathered(strategy, {name: p.grad for name, p in parameters.items()}, parameters)
         norms.append(strategy.clip_gradients(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
         ema.update()
-    state = {
-        f"{name}.{key}": held(strategy, value, p)
-        for name, p in parameters.items()
-        for key, value in optimizer.state[p].items()
+    state, likes = {}, {}
+    for name, p in parameters.items():
+        for key, value in optimizer.state[p].items():
+            state[f"{name}.{key}"], likes[f"{name}.{key}"] = value, p
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(norms),
+        "gradients": gradients,
+        "state": gathered(strategy, state, likes),
+        "weights": gathered(strategy, parameters, parameters),
+        "averages": gathered(strategy, {name: ema.averages[name] for name in parameters}, parameters),
     }
-    weights = {name: held(strategy, p, p) for name, p in parameters.items()}
-    averages = {name: held(strategy, ema.averages[name], p) for name, p in parameters.items()}
-    return {"losses": torch.stack(losses), "norms": torch.stack(norms), "gradients": gradients,
-            "state": state, "weights": weights, "averages": averages}  # fmt: skip
 
 
-def held(strategy: Any, tensor: Tensor, like: Tensor) -> list[tuple[Any, ...]]:
-    return [
-        (piece.shape, piece.offset, piece.local.clone(), piece.is_writer)
-        for piece in strategy.pieces(tensor, like)
-    ]
+def gathered(strategy: Any, tensors: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> Tensors:
+    found = whole(strategy, tensors, likes, has_one_writer=True)
+    return {name: value.double() for name, value in found.items()}
 
 
 def plain(make: Callable[[], nn.Module], config: OptimizerConfig) -> dict[str, Any]:
@@ -193,29 +195,6 @@ def plain(make: Callable[[], nn.Module], config: OptimizerConfig) -> dict[str, A
             "state": state, "weights": weights, "averages": averages}  # fmt: skip
 
 
-def put_together(ranks: list[dict[str, list[tuple[Any, ...]]]]) -> Tensors:
-    """Return whole tensors of the writers' pieces; copies must be bitwise equal, nothing written twice."""
-    return {name: whole([piece for rank in ranks for piece in rank[name]]) for name in ranks[0]}
-
-
-def whole(pieces: list[tuple[Any, ...]]) -> Tensor:
-    shape = pieces[0][0]
-    found = torch.full(shape, torch.nan, dtype=torch.float64)
-    times_written = torch.zeros(shape)
-    places = [
-        tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
-        for _, offset, local, _ in pieces
-    ]
-    for place, (_, _, local, is_writer) in zip(places, pieces, strict=True):
-        if is_writer:
-            found[place] = local.double()
-            times_written[place] += 1
-    assert (times_written == 1).all()
-    for place, (_, _, local, _) in zip(places, pieces, strict=True):
-        assert torch.equal(found[place], local.double())
-    return found
-
-
 def assert_equal(ranks: list[dict[str, Any]], expected: Mapping[str, Any]) -> None:
     losses = torch.stack([rank["losses"] for rank in ranks])
     torch.testing.assert_close(losses.sum(0), expected["losses"], rtol=1e-9, atol=1e-12)
@@ -223,9 +202,8 @@ def assert_equal(ranks: list[dict[str, Any]], expected: Mapping[str, Any]) -> No
         assert torch.equal(rank["norms"], ranks[0]["norms"])
     torch.testing.assert_close(ranks[0]["norms"], expected["norms"], rtol=1e-9, atol=0)
     for what in ("gradients", "weights", "averages", "state"):
-        found = put_together([rank[what] for rank in ranks])
         wanted = {name: value.double() for name, value in expected[what].items()}
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ranks[0][what], wanted, rtol=1e-9, atol=1e-9)
 
 
 PAIRS = Degrees(shard=2, tensor=2)
@@ -349,11 +327,7 @@ def mlps(*widths: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "ranks", "said"),
     [
-        (
-            lambda: vit(embed_dim=12, num_heads=4),
-            3,
-            "3 ranks .* 4 heads of blocks.0.attn .*write 2 or 4$",
-        ),
+        (lambda: vit(embed_dim=12, num_heads=4), 3, "3 ranks .* 4 heads of blocks.0.attn .*write 2 or 4$"),
         (gpt, 8, "8 ranks can't share 4 heads of layers.0.attention .*write 2 or 4$"),
         (llama, 4, r"4 ranks can't share 2 heads of layers.0.attention \(num_kv_heads\) evenly; write 2$"),
         (torchvision_vit, 5, "5 ranks .* 24 columns of .*mlp.0 evenly; write 8, 12 or 24$"),
@@ -386,10 +360,7 @@ class Declared(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (
-            {"up": "colums"},
-            r"Declared\.tensor_plan\(\) says 'colums' of up; write columns, rows, dropout or whole",
-        ),
+        ({"up": "colums"}, r"Declared\.tensor_plan\(\) says 'colums' of up; write columns, rows, dropout or"),
         ({"norm": "columns"}, "names norm, which is no nn.Linear of it"),
         ({"top": "rows"}, "names top, which is no nn.Linear of it"),
         ({"up": "columns", "down": "rows"}, "3 ranks can't share 8 columns of 0.up evenly; write 2, 4 or 8"),
@@ -451,9 +422,7 @@ def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("key", ["foreach", "fused"])
-def test_parameters_of_several_meshes_are_updated_one_by_one(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_of_several_meshes_update_one_by_one(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.training.optimization._num_meshes", lambda parameters: 2)
     assert _with_kernel({}, [], may_fuse=True) == {"foreach": False}
     assert _with_kernel({key: True}, [], may_fuse=True) == {key: True}

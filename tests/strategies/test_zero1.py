@@ -16,10 +16,10 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.training.optimization import Optimization
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.zero1 import _buckets, gather_slices, own_slice
-from tests.forwards import PlainForward, optimizer_step
+from tests.forwards import PlainForward, make_train_state, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
@@ -164,16 +164,9 @@ class Numbered(nn.Module):
 
 def optimized(rank: int, world_size: int, name: str, precision: str) -> tuple[Any, nn.Module, Optimization]:
     degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
-    chosen = choose_precision(precision, CPU)
-    strategy = make_strategy(name, rank, degrees, precision)
-    model = Numbered()
-    strategy.place(model, [])
+    strategy, model = make_strategy(name, rank, degrees, precision), Numbered()
     config = OptimizerConfig(name="adamw", lr=0.1, args={"fused": True})
-    return (
-        strategy,
-        model,
-        Optimization(make_optimizer(config, strategy.optimized(), 4), lambda step: 1.0, chosen, CPU),
-    )
+    return strategy, model, make_train_state(strategy, model, [], config, 4, precision).optimization
 
 
 def numbers_and_gaps(rank: int, world_size: int) -> bool:
@@ -195,9 +188,8 @@ def overflow_in_one_slice(rank: int, world_size: int) -> float:
     """Only the last rank's slice overflows, and what comes first is held whole by all."""
     strategy, model, optimization = optimized(rank, world_size, "zero1", "fp16")
     model.register_parameter("rows", nn.Parameter(torch.ones(2 * world_size, 3)))
-    strategy.place(model, [])
-    optimizer = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), strategy.optimized(), 4)
-    optimization = Optimization(optimizer, lambda step: 1.0, choose_precision("fp16", CPU), CPU)
+    sgd = OptimizerConfig(name="sgd", lr=0.1)
+    optimization = make_train_state(strategy, model, [], sgd, 4, "fp16").optimization
     assert optimization.scaler is not None
     optimization.scaler.scale(torch.ones(()))  # makes the scale
     for part in strategy.optimized().values():

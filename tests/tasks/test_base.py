@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ from torch.nn import functional
 from hpc_train import registry
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.tasks.base import Task, class_table, make_task
+from tests.forwards import training_forward
 
 INFO = DataInfo(3, 1, (0.5,), (0.25,))
 CPU = torch.device("cpu")
@@ -51,19 +51,21 @@ class Inheriting(Task):
         return {}
 
 
+def file_of(task: str) -> Experiment:
+    return cast(Experiment, SimpleNamespace(task=task, data=SimpleNamespace(name="x")))
+
+
 def made(name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
     monkeypatch.setattr(registry, "_plug_ins", lambda kind: {"own": f"{__name__}:{name}"})
-    return make_task(cast(Experiment, SimpleNamespace(task="own", data=SimpleNamespace(name="x"))), INFO)
+    return make_task(file_of("own"), INFO)
 
 
 def forward_of(task: Task, to_input: Any) -> TrainingForward:
-    return TrainingForward(0, task, CPU, CompileConfig(), nullcontext, to_input, lambda loss: loss)
+    return training_forward(task, to_device=to_input)
 
 
 def normalised(batch: Batch) -> Batch:
-    return Batch(
-        batch.step, batch.number, batch.weight, batch.inputs.float() / 255, batch.targets, batch.valid
-    )
+    return replace(batch, inputs=batch.inputs.float() / 255)
 
 
 def batch() -> Batch:
@@ -96,13 +98,9 @@ def test_forward_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_of_the_users_own_is_a_task() -> None:
-    experiment = cast(
-        Experiment, SimpleNamespace(task=f"{__name__}:Inheriting", data=SimpleNamespace(name="x"))
-    )
-    assert isinstance(make_task(experiment, INFO), Inheriting)
-    experiment.task = f"{__name__}:CPU"
+    assert isinstance(make_task(file_of(f"{__name__}:Inheriting"), INFO), Inheriting)
     with pytest.raises(BadFileError, match=r"task: tests\.tasks\.test_base:CPU is device; name a class"):
-        make_task(experiment, INFO)
+        make_task(file_of(f"{__name__}:CPU"), INFO)
 
 
 def test_a_task_without_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +113,8 @@ class NoArguments:
 
 
 def test_a_task_that_takes_no_arguments_is_told_which() -> None:
-    experiment = cast(
-        Experiment, SimpleNamespace(task=f"{__name__}:NoArguments", data=SimpleNamespace(name="x"))
-    )
-    with pytest.raises(
-        BadFileError, match=r"NoArguments does not take .*write __init__\(self, experiment, info\)"
-    ):
-        make_task(experiment, INFO)
+    with pytest.raises(BadFileError, match=r"NoArguments .*write __init__\(self, experiment, info\)"):
+        make_task(file_of(f"{__name__}:NoArguments"), INFO)
 
 
 @pytest.mark.parametrize(("spec", "found"), [("int", "str"), ({"a": None}, "NoneType"), ({"a": 1}, "int")])

@@ -39,11 +39,7 @@ def regression() -> tuple[Any, Tensor]:
 @pytest.mark.parametrize(
     ("make", "outputs", "said"),
     [
-        (
-            classification,
-            torch.zeros(2, 7),
-            r"shape \(2, 7\), and the data 10 classes; write model.args",
-        ),
+        (classification, torch.zeros(2, 7), r"shape \(2, 7\), and the data 10 classes; write model.args"),
         (classification, torch.zeros(2, 10, 1), r"shape \(2, 10, 1\), .* or a model that returns \(B, C\)$"),
         (classification, (torch.zeros(2, 10), 0), r"returned a tuple; return a tensor alone"),
         (classification, {"logits": torch.zeros(2, 10)}, r"returned a dict; return a tensor alone"),

@@ -12,6 +12,7 @@ from torch.nn import functional
 from hpc_train.training.datasets.targets import MisfitError, TargetCheck
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.tasks.classification import Classification
+from tests.tasks import test_classification
 from tests.tasks.test_classification import experiment
 
 NUM_CLASSES = 5
@@ -34,8 +35,7 @@ def task(loss: str | None = None) -> Classification:
 
 
 def batch(targets: Tensor, valid: Tensor | None = None) -> Batch:
-    valid = torch.ones(len(targets), dtype=torch.bool) if valid is None else valid
-    return Batch(0, 0, 1.0, None, targets, valid)
+    return test_classification.batch(targets, targets, valid)
 
 
 def metrics(of: Classification, logits: Tensor, labels: Tensor) -> dict[str, float]:

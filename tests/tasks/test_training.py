@@ -1,8 +1,11 @@
-"""Twenty steps of each task equal a bare PyTorch loop; evaluations are the same on any number of ranks."""
+"""Twenty steps with mixed inputs and targets equal a bare PyTorch loop, as does the training accuracy.
+
+Other losses and tasks, and evaluations, are compared in tests/parallelism/test_tasks.py.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +15,50 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import CompileConfig, ParallelConfig
+from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.topology.degrees import Degrees
-from hpc_train.training.datasets.base import TensorSplit
-from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.evaluation import evaluate
-from hpc_train.training.forward import Mixing, TrainingForward, TrainingSums
+from hpc_train.training.forward import Mixing, TrainingSums
 from hpc_train.training.non_finite import Guard
-from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
-from hpc_train.training.tasks.base import make_task, target_spec
-from hpc_train.training.train_state import TrainState
+from hpc_train.training.tasks.base import make_task
 from tests.experiments import tiny_experiment
+from tests.forwards import dealt, make_train_state, training_forward
 from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 STEPS, MICRO_BATCHES, SIZE, OUTPUTS = 20, 3, 4, 3
-WEIGHTS = [0.5, 1.0, 2.0]
-#: Name → task, shape of a target, and the keys of ``optimization``.
-SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    "mixed": ("classification", (), {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}),
-    "focal": ("classification", (), {"loss": {"name": "focal", "args": {"class_weights": WEIGHTS}}}),
-    "number": ("regression", (), {}),
-    "numbers": ("regression", (OUTPUTS,), {"loss": {"name": "huber", "args": {"delta": 0.5}}}),
-    "labels": ("classification", (OUTPUTS,), {"loss": "bce", "mixup": 0.4}),
+#: Name → shape of a target, and the keys of ``optimization``.
+SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "mixed": ((), {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}),
+    "labels": ((OUTPUTS,), {"loss": "bce", "mixup": 0.4}),
 }
 
 
 def experiment(name: str) -> Experiment:
-    task, _, keys = SETTINGS[name]
     sizes = {"steps": STEPS, "global_batch_size": MICRO_BATCHES * SIZE, "micro_batch_size": SIZE}
-    return tiny_experiment({**sizes, "optimizer": {"name": "adamw", "lr": 0.01}, **keys}, seed=3, task=task)
+    return tiny_experiment({**sizes, "optimizer": {"name": "adamw", "lr": 0.01}, **SETTINGS[name][1]}, seed=3)
 
 
 def info(name: str) -> DataInfo:
-    return DataInfo(OUTPUTS, 1, (0.5,), (0.5,), target_shape=SETTINGS[name][1])
+    return DataInfo(OUTPUTS, 1, (0.5,), (0.5,), target_shape=SETTINGS[name][0])
 
 
-def make_targets(name: str, count: int, generator: torch.Generator) -> Tensor:
-    task, shape, _ = SETTINGS[name]
-    if task == "regression":
-        return torch.randn(count, *shape, generator=generator)
-    if shape:
-        return torch.randint(2, (count, *shape), generator=generator)
-    return torch.randint(OUTPUTS, (count,), generator=generator)
-
-
-def make_batch(name: str, step: int, number: int) -> Batch:
+def make_batch(name: str, step: int, number: int, weight: float = 1.0) -> Batch:
     generator = torch.Generator().manual_seed(1000 * step + number)
     inputs = torch.randn(SIZE, 1, 4, 4, generator=generator, dtype=torch.float64)
-    targets = make_targets(name, SIZE, generator)
+    shape, high = SETTINGS[name][0], 2 if SETTINGS[name][0] else OUTPUTS
+    targets = torch.randint(high, (SIZE, *shape), generator=generator)
     valid = torch.ones(SIZE, dtype=torch.bool)
-    return Batch(step, number, 1 / MICRO_BATCHES, inputs, targets, valid)
+    return Batch(step, number, weight, inputs, targets, valid)
 
 
-def make_model(name: str) -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    last = nn.Linear(8, 1 if name == "number" else OUTPUTS)
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), last)
+    layers = nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, OUTPUTS)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
 def train(rank: int, world_size: int, strategy_name: str) -> dict[str, dict[str, Any]]:
@@ -83,84 +68,46 @@ def train(rank: int, world_size: int, strategy_name: str) -> dict[str, dict[str,
 
 def _train(rank: int, world_size: int, strategy_name: str, name: str) -> dict[str, Any]:
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(pipeline=world_size)
-    precision = choose_precision("fp64", CPU)
     strategy = make_strategy(strategy_name, rank, degrees, parallel=ParallelConfig(strategy=strategy_name))
-    model = make_model(name)
-    wrapped = strategy.place(model, [model[1], model[3]])
-    wrapped.train()
+    model = make_model()
     file = experiment(name)
     config, task = file.optimization, make_task(file, info(name))
-    optimizer = make_optimizer(config.optimizer, strategy.optimized(), MICRO_BATCHES * SIZE)
-    optimization = Optimization(optimizer, lambda step: 1.0, precision, CPU)
-    state = TrainState(strategy.model, wrapped, strategy, optimization)
-    forward = TrainingForward(
-        file.seed,
-        task,
-        CPU,
-        CompileConfig(),
-        nullcontext,
-        lambda batch: batch,
-        lambda loss: loss,
-        mixing=Mixing.of(file, task),
-        training_sums=TrainingSums.of(task, CPU),
-    )
+    blocks = [model[1], model[3]]
+    state = make_train_state(strategy, model, blocks, config.optimizer, MICRO_BATCHES * SIZE)
+    state.wrapped.train()
+    mixing, training_sums = Mixing.of(file, task), TrainingSums.of(task, CPU)
+    forward = training_forward(task, seed=file.seed, mixing=mixing, training_sums=training_sums)
     guard, losses, sums = Guard(config, model, norm_counts=False), [], []
     for step in range(STEPS):
-        own = range(degrees.data_rank(rank), MICRO_BATCHES, degrees.data_ranks)
-        batches = [make_batch(name, step, number) for number in own]
-        spare = -(-MICRO_BATCHES // degrees.data_ranks) - len(batches)
-        batches += [Batch(step, own[0], 0.0, b.inputs, b.targets, b.valid) for b in batches[:1] * spare]
+        make = partial(make_batch, name, step)
+        batches = dealt(make, MICRO_BATCHES, degrees.data_rank(rank), degrees.data_ranks)
         forward.training_sums.begin(is_due=True)
         losses.append(train_step(state, step, batches, forward, guard, None).loss)
-        sums.append(
-            forward.training_sums.result(owns_loss=strategy.owns_loss).get("accuracy", torch.zeros(()))
-        )
+        sums.append(forward.training_sums.result(owns_loss=strategy.owns_loss)["accuracy"])
     held = dict(strategy.model.named_parameters())
-    return {
-        "losses": torch.stack(losses),
-        "sums": torch.stack(sums),
-        "weights": whole(strategy, held, held),
-    }
+    return {"losses": torch.stack(losses), "sums": torch.stack(sums), "weights": whole(strategy, held, held)}
 
 
 def plain_loss(name: str, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the loss and the number of right predictions, written out."""
-    if name == "number":
-        return (logits[:, 0] - batch.targets).square().mean(), torch.zeros(())
-    if name == "numbers":
-        return functional.huber_loss(logits, batch.targets.double(), delta=0.5), torch.zeros(())
-    targets = batch.targets.double() if batch.targets.dim() == 2 else _one_hot(batch.targets)
-    if name != "focal":
-        own = _share(name, batch)
-        targets = own * targets + (1 - own) * targets.flip(0)
+    targets = functional.one_hot(batch.targets, OUTPUTS) if name == "mixed" else batch.targets
+    own = float(_mix(name, batch).own)
+    targets = own * targets.double() + (1 - own) * targets.double().flip(0)
     if name == "labels":
         right = ((logits > 0) == (targets > 0.5)).all(1)
         return functional.binary_cross_entropy_with_logits(logits, targets), right.sum()
     right = logits.argmax(1) == targets.argmax(1)
-    if name == "mixed":
-        return functional.cross_entropy(logits, targets, label_smoothing=0.1), right.sum()
-    chances = logits.softmax(1)
-    terms = -targets * torch.tensor(WEIGHTS) * (1 - chances) ** 2 * chances.log()
-    return terms.sum(1).mean(), right.sum()
-
-
-def _one_hot(targets: Tensor) -> Tensor:
-    return functional.one_hot(targets, OUTPUTS).double()
+    return functional.cross_entropy(logits, targets, label_smoothing=0.1), right.sum()
 
 
 def _mix(name: str, batch: Batch) -> Any:
     mixing = Mixing.of(experiment(name), make_task(experiment(name), info(name)))
-    return None if mixing is None else mixing.draw(batch.step, batch.number, batch.inputs)
-
-
-def _share(name: str, batch: Batch) -> float:
-    return float(_mix(name, batch).own)
+    assert mixing is not None
+    return mixing.draw(batch.step, batch.number, batch.inputs)
 
 
 def _mixed(name: str, batch: Batch) -> Tensor:
     mix = _mix(name, batch)
-    if mix is None:
-        return batch.inputs
     if mix.box is None:
         return mix.own * batch.inputs + (1 - mix.own) * batch.inputs.flip(0)
     top, bottom, left, right = mix.box
@@ -170,7 +117,7 @@ def _mixed(name: str, batch: Batch) -> Tensor:
 
 
 def plain_training(name: str) -> dict[str, Any]:
-    model = make_model(name).double()
+    model = make_model().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, sums = [], []
     for step in range(STEPS):
@@ -200,36 +147,3 @@ def test_twenty_steps_equal_plain_pytorch(world_size: int, strategy: str, tmp_pa
         assert torch.equal(sum(rank[name]["sums"] for rank in ranks), expected["sums"]), name
         weights = ranks[0][name]["weights"]
         torch.testing.assert_close(weights, expected["weights"], rtol=1e-9, atol=1e-12)
-
-
-def evaluated(rank: int, world_size: int) -> dict[str, tuple[dict[str, float], dict[str, bytes]]]:
-    """Return setting → the metrics and files of an evaluation of 19 samples."""
-    return {name: _evaluated(rank, world_size, name) for name in SETTINGS}
-
-
-def _evaluated(rank: int, world_size: int, name: str) -> tuple[dict[str, float], dict[str, bytes]]:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (19, 1, 4, 4), dtype=torch.uint8, generator=generator)
-    split = TensorSplit(images, make_targets(name, 19, generator))
-    task: Any = make_task(experiment(name), info(name))
-    model = make_model(name)
-    batches = evaluation_batches(split, experiment(name), rank, world_size, CPU, None, target_spec(task))
-    sums = evaluate(
-        batches,
-        evaluation_batch_count(split, SIZE),
-        lambda batch: task.sums(model(batch.inputs / 128 - 1).detach(), batch),
-        CPU,
-        lambda place: None,
-        lambda: False,
-    )
-    assert sums is not None and sums["count"] == 19
-    return task.metrics(sums), task.files(sums) if hasattr(task, "files") else {}
-
-
-@pytest.mark.slow
-def test_an_evaluation_is_the_same_on_one_to_three_ranks(tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, evaluated, folder=tmp_path)
-    assert alone["labels"][0].keys() >= {"accuracy", "f1_macro", "map_multilabel"}
-    assert alone["mixed"][1].keys() == {"confusion_matrix.csv"}
-    for world_size in (2, 3):
-        assert run_ranks(world_size, evaluated, folder=tmp_path) == [alone] * world_size

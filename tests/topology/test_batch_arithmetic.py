@@ -25,15 +25,9 @@ def test_steps_are_taken_as_given(tmp_path: Path) -> None:
     ("layout", "words"),
     [
         ((64, 16, 2, 2, "bf16"), "4 micro-batches of 16, 2 per rank, 2 ranks, bf16"),
-        (
-            (64, 16, 3, 3, "fp32"),
-            "4 micro-batches of 16, at most 2 per rank, 3 ranks, fp32",
-        ),
+        ((64, 16, 3, 3, "fp32"), "4 micro-batches of 16, at most 2 per rank, 3 ranks, fp32"),
         ((8, 8, 1, 1, "fp32"), "1 micro-batch of 8, 1 per rank, 1 rank, fp32"),
-        (
-            (64, 8, 4, 2, "fp32"),
-            "8 micro-batches of 8, 4 per rank, 4 ranks (2 data-parallel), fp32",
-        ),
+        ((64, 8, 4, 2, "fp32"), "8 micro-batches of 8, 4 per rank, 4 ranks (2 data-parallel), fp32"),
         ((64, None, 2, 2, "tf32"), "micro-batches auto, 2 ranks, tf32"),
     ],
 )

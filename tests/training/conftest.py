@@ -1,9 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from hpc_train.paths import RunPaths
+from tests.checkpoint.checkpoint_runs import make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "run")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.models.blocks import find_blocks
+from tests.checkpoint.checkpoint_runs import whole
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
@@ -304,11 +305,6 @@ def test_compiled_blocks_count_each_batch_once(setting: str, block: type[nn.Modu
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "zero2")
 
 
-def full(tensor: Any) -> Tensor:
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.clone()
-
-
 def gradients_of(rank: int, strategy: str, setting: str, compiled: str) -> dict[str, Tensor]:
     """Gradients of two slots of each rank, and the buffers of rank 0."""
     torch._dynamo.reset()
@@ -325,7 +321,7 @@ def gradients_of(rank: int, strategy: str, setting: str, compiled: str) -> dict[
     ]
     placed.accumulate(batches, PlainForward(lambda module, batch: loss_of(module, batch.number)))
     placed.share_buffers(all_persistent=True)
-    return {name: full(value.grad) for name, value in model.named_parameters()} | {
+    return {name: whole(value.grad) for name, value in model.named_parameters()} | {
         name: value.clone() for name, value in model.named_buffers()
     }
 

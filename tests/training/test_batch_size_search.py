@@ -39,24 +39,20 @@ def test_first_tried_are_sizes_that_double_up_to_the_largest() -> None:
     assert doubling(candidates(1000, 8)) == [1, 2, 5, 10, 25, 50, 125]
     assert doubling(candidates(256, 2)) == [1, 2, 4, 8, 16, 32, 64, 128]
 
-
-def test_the_smallest_is_tried_whatever_the_others_are() -> None:
     assert doubling([2, 3]) == [2, 3]
     assert doubling([4, 6, 8, 12, 20]) == [4, 8, 20]
     assert doubling([]) == []
 
 
-def test_what_was_found_is_kept_and_the_first_one_counts(tmp_path: Path) -> None:
+def test_what_was_found_first_is_kept_and_a_damaged_file_is_not_taken_for_none(
+    tmp_path: Path,
+) -> None:
     paths = small_run(tmp_path)
     assert kept(paths) is None
     assert keep(paths, FOUND) == FOUND
     assert keep(paths, Found(size=8, too_large=16, ranks=2, attempt=2)) == FOUND
     assert kept(paths) == FOUND
     assert [path.name for path in paths.folder.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_file_that_can_not_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
     paths.micro_batch.write_text('{"size": 0}')
     with pytest.raises(StorageError, match="another micro_batch_size would be another run"):
         kept(paths)
@@ -129,9 +125,6 @@ def test_auto_is_refused_for_a_model_with_batchnorm(tmp_path: Path, monkeypatch:
     text = AUTO.replace("acme.models:tiny", "timm/resnet50")
     (line,) = problems_of(tmp_path, text)
     assert line.startswith("exp.yaml:10:21: optimization.micro_batch_size: auto would make BatchNorm's")
-    assert line.endswith(
-        "statistics depend on memory, and timm/resnet50 has BatchNorm; write a number, like 64"
-    )
     assert problems_of(tmp_path, text, "optimization.micro_batch_size=16") == []
     vit = ("model.name=timm/vit_tiny_patch16_224", "data.image_size=224")
     assert problems_of(tmp_path, text, *vit) == []

@@ -80,21 +80,23 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_equal_blocks_are_compiled_once_and_the_rest_is_not() -> None:
+@pytest.mark.parametrize(
+    ("config", "graphs", "is_whole"),
+    [
+        (CompileConfig(), 1, False),  # equal blocks once, and nothing besides
+        (CompileConfig(scope="model", fullgraph=True), 1, True),
+        (CompileConfig(enabled=False), 0, False),
+    ],
+    ids=["blocks", "model", "off"],
+)
+def test_the_scope_is_compiled_and_names_stay(config: CompileConfig, graphs: int, is_whole: bool) -> None:
     target = model()
-    expected = target(torch.ones(1, 2))
-    compile_model(target, find_blocks(target), CompileConfig(), CPU)
+    names, expected = list(target.state_dict()), target(torch.ones(1, 2))
+    compile_model(target, find_blocks(target), config, CPU)
     torch.testing.assert_close(target(torch.ones(1, 2)), expected)
-    assert compiled_graphs() == 1
-    assert target._compiled_call_impl is None
-
-
-def test_the_whole_model_is_one_graph() -> None:
-    target = model()
-    compile_model(target, find_blocks(target), CompileConfig(scope="model", fullgraph=True), CPU)
-    target(torch.ones(1, 2))
-    assert compiled_graphs() == 1
-    assert target._compiled_call_impl is not None
+    assert compiled_graphs() == graphs
+    assert (target._compiled_call_impl is not None) == is_whole
+    assert list(target.state_dict()) == names
 
 
 def test_each_graph_is_reported_while_it_is_compiled() -> None:
@@ -117,20 +119,6 @@ def test_without_compilation_nothing_is_watched() -> None:
     with watched(CompileConfig(enabled=False), lambda graph, seconds: None) as compilation:
         assert not torch._dynamo.callback.callback_handler.start_callbacks
     assert compilation.counts() == {"graphs": 0, "cached_graphs": 0}
-
-
-def test_names_of_parameters_stay() -> None:
-    target = model()
-    names = list(target.state_dict())
-    compile_model(target, find_blocks(target), CompileConfig(), CPU)
-    assert list(target.state_dict()) == names
-
-
-def test_off_compiles_nothing() -> None:
-    target = model()
-    compile_model(target, find_blocks(target), CompileConfig(enabled=False), CPU)
-    target(torch.ones(1, 2))
-    assert compiled_graphs() == 0
 
 
 def test_without_blocks_the_whole_model_is_compiled_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,51 +149,43 @@ def test_a_graph_break_under_fullgraph_says_what_to_write() -> None:
     compile_model(target, [], CompileConfig(fullgraph=True), CPU)
     with pytest.raises(Exception) as caught:
         target(torch.ones(1))
-    told = compile_error(caught.value)
-    assert told is not None and told.exit_code == ExitCode.BAD_FILE
-    assert str(told).startswith("compile: torch.compile failed: ")
-    assert "fullgraph: false" in str(told)
+    error = compile_error(caught.value)
+    assert error is not None and error.exit_code == ExitCode.BAD_FILE
+    assert str(error).startswith("compile: torch.compile failed: ") and "fullgraph: false" in str(error)
 
 
-def test_a_missing_compiler_is_named_through_what_wraps_it() -> None:
-    from torch._inductor.exc import InductorError, InvalidCxxCompiler
-
-    try:
-        try:
-            raise InductorError(InvalidCxxCompiler(), None)
-        except Exception as error:
-            raise RuntimeError("forward failed") from error
-    except RuntimeError as error:
-        told = compile_error(error)
-    assert told is not None and "no C++ compiler was found" in str(told)
+def told(error: Exception) -> str:
+    return str(compile_error(error))
 
 
-def test_a_missing_c_compiler_is_named_at_a_kernels_first_launch_too() -> None:
+def inductor_error(cause: Exception) -> Exception:
     from torch._inductor.exc import InductorError
 
-    words = "Failed to find C compiler. Please specify via CC environment variable."
-    for error in (RuntimeError(words), InductorError(RuntimeError(words), None)):
-        told = str(compile_error(error))
-        assert "no C compiler was found: load a module with one (environment.modules)" in told
-        assert "micro_batch_size" not in told
+    return InductorError(cause, None)
 
 
-def test_other_errors_are_not_the_compilers() -> None:
-    assert compile_error(RuntimeError("shapes do not match")) is None
+def test_a_missing_compiler_is_named_through_what_wraps_it_and_at_a_kernels_first_launch() -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    wrapped = RuntimeError("forward failed")
+    wrapped.__cause__ = inductor_error(InvalidCxxCompiler())
+    assert "no C++ compiler was found" in told(wrapped)
+    words = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+    for error in (words, inductor_error(words)):
+        assert "no C compiler was found: load a module with one (environment.modules)" in told(error)
+        assert "micro_batch_size" not in told(error)
 
 
 def test_other_failures_say_what_to_try() -> None:
-    from torch._inductor.exc import InductorError
-
-    def told(cause: Exception) -> str:
-        return str(compile_error(InductorError(cause, None)))
-
-    assert told(RuntimeError("no such tile")).endswith(
+    assert told(inductor_error(RuntimeError("no such tile"))).endswith(
         "write {scope: blocks} if it is not, a smaller optimization.micro_batch_size, {fallback: true}, "
         "which continues without where it fails, or compile: false"
     )
-    assert "write a smaller optimization.micro_batch_size" in told(RuntimeError("CUDA out of memory"))
-    assert "TORCHINDUCTOR_CACHE_DIR" in told(NotImplementedError("FileSystem does not support flock"))
+    out_of_memory = inductor_error(RuntimeError("CUDA out of memory"))
+    assert "write a smaller optimization.micro_batch_size" in told(out_of_memory)
+    without_locks = inductor_error(NotImplementedError("FileSystem does not support flock"))
+    assert "TORCHINDUCTOR_CACHE_DIR" in told(without_locks)
+    assert compile_error(RuntimeError("shapes do not match")) is None, "not the compiler's"
 
 
 # --- CUDA graphs
@@ -387,7 +367,7 @@ def training(cache: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["plain", "blocks", "selective"])
+@pytest.mark.parametrize("setting", ["plain", pytest.param("blocks", marks=pytest.mark.soak), "selective"])
 def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: Path, setting: str) -> None:
     """Kernels, and what was traced for them; also where blocks compute again in backward."""
     first = [training(tmp_path, setting) for _ in range(2)]

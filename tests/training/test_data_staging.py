@@ -192,9 +192,7 @@ def test_without_a_folder_the_pack_is_read_where_it_is(
     assert said.endswith(why)
 
 
-def test_true_is_the_folder_of_the_job(
-    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_true_is_the_jobs_folder(data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, node = tmp_path / "job", tmp_path / "node"
     monkeypatch.setenv("TMPDIR", str(node))
     given = data.model_copy(update={"stage": True})
@@ -217,9 +215,7 @@ def test_a_folder_that_others_may_write_is_not_used(
 
 
 @pytest.mark.parametrize("change", [{"stage": False}, {"cache": None}])
-def test_nothing_is_copied_unless_the_file_says_so(
-    data: DataConfig, tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_nothing_is_copied_if_it_is_off(data: DataConfig, tmp_path: Path, change: dict[str, Any]) -> None:
     given = data.model_copy(update=change)
     rank = rank_of(given, tmp_path / "run")
     assert staged(rank) is given and rank.progress.standing.times == 0

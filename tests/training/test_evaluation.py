@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,6 @@ def sums_of(batch: Batch) -> dict[str, Any]:
     }
 
 
-def ignore(place: int) -> None:
-    pass
-
-
 def numbers_of(found: dict[str, Any] | None) -> dict[str, float] | None:
     """Name each number of a tensor, so that results can be compared."""
     if found is None:
@@ -67,8 +63,14 @@ def numbers_of(found: dict[str, Any] | None) -> dict[str, float] | None:
     }
 
 
+def evaluated(given: Iterable[Batch], sums: Any = sums_of, **keys: Any) -> dict[str, Any]:
+    found = evaluate(given, NUM_BATCHES, sums, CPU, lambda place: None, lambda: False, **keys)
+    assert found is not None
+    return found
+
+
 def on_rank(rank: int, world_size: int) -> dict[str, float] | None:
-    return numbers_of(evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, ignore, lambda: False))
+    return numbers_of(evaluated(batches(rank, world_size)))
 
 
 def both_on_rank(rank: int, world_size: int) -> tuple[dict[str, float] | None, tuple[object, int]]:
@@ -91,8 +93,7 @@ def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
 
 
 def test_every_sample_counts_exactly_once() -> None:
-    found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
-    assert found is not None
+    found = evaluated(batches())
     assert found["count"] == NUM_SAMPLES
     assert found["index"] == sum(range(NUM_SAMPLES))
     assert found["value0"] == pytest.approx(float(make_values()[:, 0].sum()), rel=1e-12)
@@ -102,8 +103,7 @@ def test_every_sample_counts_exactly_once() -> None:
 
 
 def test_records_are_those_of_the_valid_samples_in_their_order() -> None:
-    found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
-    assert found is not None
+    found = evaluated(batches())
     expected = [values[: 2 * (index % 3)].view(-1, 2) for index, values in enumerate(make_values())]
     assert [record.shape for record in found["records"]] == [record.shape for record in expected]
     assert all(map(torch.equal, found["records"], expected))
@@ -114,14 +114,12 @@ def test_records_that_are_not_one_per_sample_are_refused() -> None:
         return {"count": batch.valid.sum(), "boxes": [batch.inputs[0]]}
 
     with pytest.raises(BadFileError, match=r"task: sums returned 1 records 'boxes' for 8 samples; return a"):
-        evaluate(batches(), NUM_BATCHES, short, CPU, ignore, lambda: False)
+        evaluated(batches(), short)
 
 
 def on_second_of_stages(rank: int, world_size: int) -> dict[str, float] | None:
     """Have the two ranks share a model, where the second owns the loss and the first has no records."""
-    owns_loss = rank == 1
-    found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False, owns_loss=owns_loss)
-    return numbers_of(found)
+    return numbers_of(evaluated(batches(), owns_loss=rank == 1))
 
 
 @pytest.mark.slow
@@ -175,15 +173,14 @@ def test_a_batch_past_the_last_only_fills_up() -> None:
     extra = Batch(
         0, NUM_BATCHES, 1.0, torch.full((SIZE, 16), 1e9), torch.ones(SIZE).long(), torch.ones(SIZE).bool()
     )
-    found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
-    assert numbers_of(found) == on_rank(0, 1)
+    assert numbers_of(evaluated([*batches(), extra])) == on_rank(0, 1)
 
 
 def summed_rank_by_rank(world_size: int) -> dict[str, float]:
     """Add up each rank's batches, then the ranks' sums: what would be simpler and depends on the ranks."""
     totals: dict[str, float] = {}
     for rank in range(world_size):
-        found = numbers_of(evaluate(batches(rank, world_size), 16, sums_of, CPU, ignore, lambda: False))
+        found = numbers_of(evaluated(batches(rank, world_size)))
         assert found is not None
         totals = {name: totals.get(name, 0.0) + value for name, value in without_records(found).items()}
     return totals

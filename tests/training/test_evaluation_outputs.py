@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,14 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
 
 def outputs_of(batch: Batch) -> Tensor:
     return torch.randn(10, 10, generator=torch.Generator().manual_seed(1))[batch.targets]
+
+
+def shown(made: Pictures, change: Callable[[Batch], Batch] = lambda batch: batch) -> dict[str, bytes]:
+    """Return the files of an evaluation of which ``change`` gives the batches that are seen."""
+    made.begin("")
+    for batch in batches():
+        made.add("", outputs_of(batch), batch, change(batch))
+    return made.files(0, {})
 
 
 def evaluated(drawn: Pictures, rank: int = 0, world_size: int = 1) -> dict[str, bytes]:
@@ -187,22 +195,15 @@ def test_a_task_that_fails_to_draw_does_not_end_training(caplog: pytest.LogCaptu
     ],
 )
 def test_features_have_no_pictures(inputs: Any) -> None:
-    made = pictures()
-    made.begin("")
-    for batch in batches():
-        made.add("", outputs_of(batch), batch, replace(batch, inputs=inputs))
-    assert made.files(0, {}) == {}
+    assert shown(pictures(), lambda batch: replace(batch, inputs=inputs)) == {}
 
 
 def test_of_several_inputs_the_first_image_is_shown() -> None:
-    made, plain = pictures(), pictures()
-    for each, name in ((made, "several"), (plain, "one")):
-        each.begin("")
-        for batch in batches():
-            inputs: Any = {"age": torch.ones(SIZE, 2), "photo": batch.inputs}
-            seen = replace(batch, inputs=inputs) if name == "several" else batch
-            each.add("", outputs_of(batch), batch, seen)
-    assert made.files(0, {}) == plain.files(0, {})
+    def several(batch: Batch) -> Batch:
+        inputs: Any = {"age": torch.ones(SIZE, 2), "photo": batch.inputs}
+        return replace(batch, inputs=inputs)
+
+    assert shown(pictures(), several) == shown(pictures())
 
 
 def test_off_or_without_validation_data_nothing_is_drawn() -> None:
@@ -241,11 +242,8 @@ def test_float_images_of_any_range_fill_it_from_black_to_white() -> None:
     image = torch.tensor([[[-1000.0, 0.0, 1000.0, torch.nan]]])
     assert rgb(image, (0.0,), (1.0,))[0, :, 0].tolist() == [0, 128, 255, 128]
     assert not rgb(torch.full((1, 2, 2), 7.0), (0.0,), (1.0,)).any(), "all the same"
-
-
-def test_values_that_do_not_fit_the_channels_are_not_used() -> None:
-    image = torch.tensor([[[0.0, 0.5]], [[0.0, 0.5]]])
-    assert rgb(image, (0.5,) * 3, (0.5,) * 3)[0, :, 0].tolist() == [0, 128]
+    two = torch.tensor([[[0.0, 0.5]], [[0.0, 0.5]]])
+    assert rgb(two, (0.5,) * 3, (0.5,) * 3)[0, :, 0].tolist() == [0, 128], "not the values of 3 channels"
 
 
 class WithTable:
@@ -262,19 +260,13 @@ def test_a_task_names_its_files_and_averages_have_a_prefix() -> None:
     assert TaskFiles(WithTable()).files(20, sums) == {"table.csv": b"2", "ema_table.csv": b"3"}
 
 
-def test_a_repeated_evaluation_replaces_its_files(tmp_path: Path) -> None:
-    files = EvaluationFiles(RunPaths(tmp_path))
-    files.write(20, {"table.csv": b"old"})
-    files.write(20, {"table.csv": b"new"})
-    assert (tmp_path / "evaluations/step-00000020/table.csv").read_bytes() == b"new"
-    assert names(files.paths) == ["evaluations/step-00000020/table.csv"]
-
-
 def test_files_after_the_step_of_a_resume_are_withdrawn(tmp_path: Path) -> None:
     files = EvaluationFiles(RunPaths(tmp_path))
     files.withdraw(0)  # none yet
+    files.write(10, {"table.csv": b"old"})
     for step in (10, 20, 123456789):
         files.write(step, {"table.csv": b""})
+    assert (tmp_path / "evaluations/step-00000010/table.csv").read_bytes() == b"", "the repeated one's"
     (tmp_path / "evaluations/notes.csv").touch()
     files.withdraw(10)
     assert names(files.paths) == ["evaluations/notes.csv", "evaluations/step-00000010/table.csv"]
@@ -300,18 +292,14 @@ def next_letter(batch: Batch) -> Tensor:
 
 
 def test_a_sample_continues_the_prompt_over_the_end_of_the_window() -> None:
-    assert continued(next_letter, (2,), 9, TEXT_INFO, seed=0, step=3) == [2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
-
-
-def test_input_is_always_one_window() -> None:
     shapes = []
 
     def outputs(batch: Batch) -> Tensor:
         shapes.append(tuple(batch.inputs.shape))
         return next_letter(batch)
 
-    continued(outputs, (0, 1, 2), 6, TEXT_INFO, seed=0, step=3)
-    assert shapes == [(1, 4)] * 6
+    assert continued(outputs, (2,), 9, TEXT_INFO, seed=0, step=3) == [2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert shapes == [(1, 4)] * 9, "always one window"
 
 
 def test_tokens_are_drawn_by_probability_from_the_most_probable() -> None:

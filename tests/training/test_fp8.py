@@ -17,15 +17,13 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees
-from hpc_train.experiment.validate import model_facts
 from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import Precision, choose_precision
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.train_state import TrainState, build, use_float8
-from tests.checkpoint.checkpoint_runs import make_run, saving_group
-from tests.config.files import GOOD, problems_of
+from tests.checkpoint.checkpoint_runs import make_run, saving_group, whole
 from tests.forwards import PlainForward, optimizer_step
 from tests.parallelism.batches import INFO, slots
 from tests.parallelism.cases import ADAMW, experiment_of
@@ -116,30 +114,6 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         use_float8([make_block(32)], CPU)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("device=cpu",),
-            "fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and device is cpu; write",
-        ),
-        (("parallel.strategy=tensor",), "fp8 does not work under tensor, whose ranks share layers; write"),
-        (("parallel.strategy=pipeline",), "fp8 does not work under pipeline"),
-        (
-            ("parallel.strategy=fsdp", "model.name=timm/resnet18"),
-            "fp8 does not work under fsdp for timm/resnet18, which has BatchNorm; write",
-        ),
-    ],
-)
-def test_what_does_not_work_with_fp8_is_refused_before_the_queue(
-    overrides: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_facts, "has_batchnorm", lambda name, args: name == "timm/resnet18")
-    monkeypatch.setattr(model_facts, "known_names", lambda kind: None)
-    problems = problems_of(tmp_path, GOOD, "precision=fp8", *overrides)
-    assert any(f": precision: {message}" in problem for problem in problems)
-
-
 # --- trained on ranks, beside bf16
 
 
@@ -163,7 +137,7 @@ class Trainee:
         strategy = self.train_state.strategy
         strategy.accumulate(self.micro_batches, PlainForward(self._loss))
         held = {name: p.grad for name, p in strategy.optimized().items() if p.grad is not None}
-        return {name: whole(value).clone() for name, value in held.items()}
+        return {name: whole(value) for name, value in held.items()}
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = batch.inputs
@@ -185,12 +159,7 @@ class Trainee:
         found = dict(self.train_state.model.state_dict())
         for name, parameter in self.train_state.strategy.optimized().items():
             found |= {f"{name}.{key}": value for key, value in state[parameter].items()}
-        return {name: whole(value).clone() for name, value in found.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
-    return full.detach()
+        return {name: whole(value) for name, value in found.items()}
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

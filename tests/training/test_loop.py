@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,7 +29,7 @@ from hpc_train.training.distributed.process_group import Group
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
-from hpc_train.training.forward import TrainingForward, TrainingSums
+from hpc_train.training.forward import TrainingSums
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters
@@ -40,8 +38,9 @@ from hpc_train.training.non_finite import Guard, RollbackError
 from hpc_train.training.optimization import Optimization
 from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.train_state import TrainState
-from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.checkpoint.checkpoint_runs import Trainee, folder_names
 from tests.experiments import tiny_experiment
+from tests.forwards import training_forward
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
@@ -50,11 +49,6 @@ LIMIT_S = HANG_LIMIT_S
 CPU = torch.device("cpu")
 #: Steps done before the one whose loss is NaN.
 GOOD_STEPS = 3
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
 
 
 class Task:
@@ -106,16 +100,11 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task:
     agreement, progress = Agreement(group, StopFlag()), Progress()
     state = TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization)
     step_progress = StepProgress(progress, meters.forward_time)
-    forward = TrainingForward(
-        0,
+    forward = training_forward(
         task or Task(),
-        CPU,
-        CompileConfig(),
-        nullcontext,
-        lambda batch: batch,
-        optimization.scale,
-        step_progress.begin_forward,
-        step_progress.end_forward,
+        scale=optimization.scale,
+        on_begin=step_progress.begin_forward,
+        on_end=step_progress.end_forward,
         training_sums=TrainingSums.of(task or Task(), CPU),
     )
     return Trainer(
@@ -227,9 +216,7 @@ def test_an_automatic_interval_replaces_that_of_the_file(
                      "interruptions": 1, "mtbf_s": pytest.approx(3600 + waited_s)}  # fmt: skip
 
 
-def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_a_rollback_old_checkpoints_are_gone(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the ranks would look at what goes away meanwhile."""
     hold(monkeypatch, writing.checkpoints, "prune", "close", "_clearing")
     with pytest.raises(RollbackError):
@@ -281,9 +268,7 @@ def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
     assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]
 
 
-def test_the_files_of_an_evaluation_are_written_before_its_row(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_evaluation_precede_its_row(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(run, "rollback", evaluate_every=GOOD_STEPS)
     output = TaskFiles(cast(Any, SimpleNamespace(files=lambda sums: {"table.csv": b"1,2"})))
     assert trainer.evaluator is not None
@@ -300,12 +285,8 @@ TOTAL_STEPS = 12
 
 
 def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> Cadence:
-    return Cadence(
-        EvaluationConfig(**evaluation or {}),
-        CheckpointConfig(**checkpoint or {}),
-        TOTAL_STEPS,
-        STEPS_PER_EPOCH,
-    )
+    configs = EvaluationConfig(**evaluation or {}), CheckpointConfig(**checkpoint or {})
+    return Cadence(*configs, TOTAL_STEPS, STEPS_PER_EPOCH)
 
 
 @pytest.mark.parametrize(("evaluation", "steps"), [
@@ -317,9 +298,7 @@ def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any]
     ({"every_steps": 7}, [7, 12]),
     ({"every_steps": 1}, list(range(1, 13))),
 ])  # fmt: skip
-def test_evaluations_are_due_at_their_interval_and_at_the_end(
-    evaluation: dict[str, Any], steps: list[int]
-) -> None:
+def test_evaluations_are_due_by_interval_and_at_end(evaluation: dict[str, Any], steps: list[int]) -> None:
     """And never before the first step."""
     schedule = cadence(evaluation)
     assert [step for step in range(TOTAL_STEPS + 1) if schedule.evaluates(step)] == steps

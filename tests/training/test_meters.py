@@ -101,13 +101,17 @@ def make_metrics_writer(path: Path, *loggers: Noting) -> tuple[MetricsWriter, io
 
 
 def make_meters(metrics_writer: MetricsWriter | None, every_steps: int = 1) -> Meters:
-    return Meters(
-        attempt=3,
-        global_batch_size=48,
-        steps_per_epoch=10,
-        every_steps=every_steps,
-        metrics_writer=metrics_writer,
-    )
+    sizes = {"global_batch_size": 48, "steps_per_epoch": 10}
+    return Meters(attempt=3, **sizes, every_steps=every_steps, metrics_writer=metrics_writer)
+
+
+def status_writer(paths: RunPaths) -> StatusWriter:
+    return StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
 
 
 def number(value: float) -> Tensor:
@@ -159,22 +163,17 @@ def test_a_row_is_not_waited_for_before_its_numbers_are_there(
     assert not any(event.was_waited_for for event in copies)
 
 
-def test_a_val_row_comes_after_the_train_rows_before_it(
-    path: Path, copies: list[FakeCopy], run_meters: Meters
-) -> None:
+def test_a_val_row_follows_earlier_train_rows(path: Path, copies: list[FakeCopy], run_meters: Meters) -> None:
     run_meters.train_row(1, 0.1, number(1.0), None)
     run_meters.val_row(1, {"loss": 0.5, "accuracy": 0.25})
     assert places(path) == [("train", 1), ("val", 1)]
     assert copies[0].was_waited_for
     assert run_meters.has_val_row(1)
     assert not run_meters.has_val_row(2)
-
-
-def test_waiting_leaves_no_row_behind(path: Path, copies: list[FakeCopy], run_meters: Meters) -> None:
-    run_meters.train_row(1, 0.1, number(1.0), None)
+    run_meters.train_row(2, 0.1, number(1.0), None)
     run_meters.drain(wait=True)
     run_meters.sync()
-    assert places(path) == [("train", 1)]
+    assert places(path)[2:] == [("train", 2)], "waiting leaves no row behind"
 
 
 def test_other_ranks_write_nothing(copies: list[FakeCopy]) -> None:
@@ -187,38 +186,29 @@ def test_other_ranks_write_nothing(copies: list[FakeCopy]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_loss_that_is_not_finite_is_null(split: str, value: float, path: Path) -> None:
+@pytest.mark.parametrize(("split", "key"), [("train", "loss"), ("train", "grad_norm"), ("val", "loss")])
+def test_a_number_that_is_not_finite_is_null(split: str, key: str, value: float, path: Path) -> None:
     noting = Noting()
-    metrics_writer, _ = make_metrics_writer(path, noting)
+    metrics_writer, log = make_metrics_writer(path, noting)
     run_meters = make_meters(metrics_writer)
-    if split == "train":
-        run_meters.train_row(7, 0.1, number(value), None)
-    else:
+    if split == "val":
         run_meters.val_row(7, {"loss": value})
-    assert [row["loss"] for row in iter_rows(path)] == [None] == [row["loss"] for row in noting.rows]
+    else:
+        numbers = {"loss": number(1.0), "grad_norm": torch.tensor(1.0)} | {key: number(value)}
+        run_meters.train_row(7, 0.1, *numbers.values())
+    assert [row[key] for row in iter_rows(path)] == [None] == [row[key] for row in noting.rows]
+    assert key == "loss" or key not in log.getvalue()
     metrics_writer.close()
+    assert noting.state == "failed", "of a run that breaks"
 
 
-def test_going_back_drops_the_rows_past_the_step(
-    path: Path, run_meters: Meters, writer: MetricsWriter
-) -> None:
+def test_going_back_drops_rows_past_the_step(path: Path, run_meters: Meters, writer: MetricsWriter) -> None:
     for step in (1, 2, 3):
         run_meters.train_row(step, 0.1, number(1.0), None)
     writer.go_back(1)
     assert places(path) == [("train", 1)]
     make_meters(writer).train_row(2, 0.1, number(2.0), None)
     assert places(path) == [("train", 1), ("train", 2)]
-
-
-def test_another_number_that_is_none_is_null(path: Path) -> None:
-    noting = Noting()
-    metrics_writer, log = make_metrics_writer(path, noting)
-    make_meters(metrics_writer).train_row(1, 0.1, number(1.0), torch.tensor(float("inf")))
-    assert next(iter_rows(path))["grad_norm"] is None
-    assert noting.rows[0]["grad_norm"] is None
-    assert "grad_norm" not in log.getvalue()
-    metrics_writer.close()
 
 
 def test_loggers_and_the_log_receive_every_row_and_the_end(path: Path) -> None:
@@ -245,9 +235,7 @@ class Breaking(Noting):
         super().log(row)
 
 
-def test_a_logger_that_raises_is_dropped_and_training_continues(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_logger_that_raises_is_dropped_and_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     breaking, noting = Breaking(), Noting()
     metrics_writer, _ = make_metrics_writer(path, breaking, noting)
     for step in (1, 2, 3):
@@ -260,18 +248,12 @@ def test_a_logger_that_raises_is_dropped_and_training_continues(
     assert caplog.text.count("logger Breaking failed and is disabled") == 1
 
 
-def test_a_run_that_breaks_is_failed_for_its_loggers(path: Path) -> None:
-    noting = Noting()
-    make_metrics_writer(path, noting)[0].close()
-    assert noting.state == "failed"
-
-
 def test_status_is_written_no_more_often_than_somebody_could_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, now = RunPaths(tmp_path), 100.0
+    now = 100.0
     monkeypatch.setattr("hpc_train.training.meters.time.monotonic", lambda: now)
-    writer = StatusWriter(paths, attempt=2, total_steps=40, steps_per_epoch=10)
+    writer = status_writer(paths)
     for step, after_s in enumerate((0.0, STATUS_EVERY_S * 0.9, STATUS_EVERY_S * 0.2), start=1):
         now += after_s
         writer.step_done(step)
@@ -279,17 +261,14 @@ def test_status_is_written_no_more_often_than_somebody_could_read_it(
         assert read_status(paths).step == (1 if step < 3 else 3)
     writer.write("completed", 40)
     assert json.loads(paths.status.read_text()) == {
-        "version": 1, "state": "completed", "step": 40, "total_steps": 40, "epoch": 4.0, "attempt": 2,
+        "version": 1, "state": "completed", "step": 40, "total_steps": 40, "epoch": 4.0, "attempt": 1,
         "reason": None,
     }  # fmt: skip
 
 
-def test_training_does_not_wait_until_a_status_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_does_not_wait_for_a_status(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on while the disk hangs, and the late status doesn't replace that of the end."""
-    paths, disk = RunPaths(tmp_path), threading.Event()
-    really, begun = status_module.try_status, []
+    disk, really, begun = threading.Event(), status_module.try_status, []
 
     def slow(*arguments: Any) -> None:
         begun.append(arguments)
@@ -298,7 +277,7 @@ def test_training_does_not_wait_until_a_status_is_written(
 
     monkeypatch.setattr("hpc_train.training.meters.STATUS_EVERY_S", 0.0)
     monkeypatch.setattr("hpc_train.training.meters.try_status", slow)
-    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    writer = status_writer(paths)
     for step in range(1, 40):
         writer.step_done(step)
     assert not paths.status.exists()
@@ -310,9 +289,8 @@ def test_training_does_not_wait_until_a_status_is_written(
     assert read_status(paths).state == "completed" and len(begun) == 1
 
 
-def test_a_status_says_what_is_compiled_and_keeps_the_step(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+def test_a_status_says_what_is_compiled_and_keeps_the_step(paths: RunPaths) -> None:
+    writer = status_writer(paths)
     writer.write("running", 7)
     writer.compiles(2, earlier_s=30.0)
     seen = read_status(paths)
@@ -322,9 +300,8 @@ def test_a_status_says_what_is_compiled_and_keeps_the_step(tmp_path: Path) -> No
     assert read_status(paths) == replace(seen, compiling=None)
 
 
-def test_a_cancelled_run_is_not_called_running_again(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+def test_a_cancelled_run_is_not_called_running_again(paths: RunPaths) -> None:
+    writer = status_writer(paths)
     writer.write("running", 1)
     paths.cancelled.touch()
     writer.write("running", 2)
@@ -333,10 +310,9 @@ def test_a_cancelled_run_is_not_called_running_again(tmp_path: Path) -> None:
     assert json.loads(paths.status.read_text())["state"] == "completed"
 
 
-def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
+def test_an_attempt_that_another_took_over_from_ends(paths: RunPaths) -> None:
     """Its node was given up for dead and lives: it must not write over what continues elsewhere."""
-    paths = RunPaths(tmp_path)
-    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    writer = status_writer(paths)
     for number in (1, 2):
         paths.attempt(number).folder.mkdir(parents=True)
         paths.attempt(number).record.write_text("{}")
@@ -353,14 +329,14 @@ def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
 @pytest.mark.fault(9)
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC])
 def test_a_status_that_can_not_be_written_is_a_warning(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     slept: list[float] = []
     monkeypatch.setattr(storage_errors.time, "sleep", slept.append)
-    writer = StatusWriter(RunPaths(tmp_path), attempt=1, total_steps=40, steps_per_epoch=10)
+    writer = status_writer(paths)
     with monkeypatch.context() as patch:
         patch.setattr("hpc_train.run.run_status.write_json", refuse)
         writer.write("running", 1)
@@ -371,11 +347,11 @@ def test_a_status_that_can_not_be_written_is_a_warning(
         with pytest.raises(HpcTrainError, match=r"status\.json: the"):
             writer.write("completed", 40)
     writer.write("completed", 40)
-    assert read_status(RunPaths(tmp_path)).state == "completed"
+    assert read_status(paths).state == "completed"
 
 
 @pytest.mark.fault(9)
-def test_the_last_status_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_status_is_tried_again(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     really, left = status_module.write_json, [2]
 
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -386,5 +362,5 @@ def test_the_last_status_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(storage_errors, "RETRY_AFTER_S", (0.0, 0.0))
     monkeypatch.setattr(status_module, "write_json", refuse)
-    StatusWriter(RunPaths(tmp_path), attempt=1, total_steps=4, steps_per_epoch=1).write("completed", 4)
-    assert read_status(RunPaths(tmp_path)).state == "completed"
+    status_writer(paths).write("completed", 40)
+    assert read_status(paths).state == "completed"

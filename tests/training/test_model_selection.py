@@ -6,11 +6,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import BestConfig, CheckpointConfig, EarlyStoppingConfig, Experiment
@@ -18,19 +18,14 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.early_stopping import MedianRule
-from hpc_train.training.datasets.base import DataSource
-from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.loop import Saves, Trainer
-from hpc_train.training.model_selection import (
-    ModelSelection,
-    check_metrics,
-    refuse_no_evaluations,
-)
-from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from hpc_train.training.model_selection import ModelSelection, check_metrics
+from tests.checkpoint.checkpoint_runs import Trainee, folder_names
 from tests.experiments import tiny_experiment
 from tests.run.test_checkpoints import write_checkpoint
-from tests.training.test_loop import make_trainer
+from tests.training.test_loop import Task, make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -41,34 +36,16 @@ BEST, STOPPING = BestConfig(metric="accuracy", mode="max"), EarlyStoppingConfig(
 )  # fmt: skip
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
+class StepTask(Task):
+    """A loss that training can lower, and the accuracies above, by the step of the trainer."""
 
-
-class Task:
-    """A loss that training can lower, and the accuracies above."""
-
-    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch.inputs)
+    trainer: Trainer
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return outputs
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {"accuracy": torch.tensor(ACCURACIES[batch.step - 1], dtype=torch.float64)}
-
-    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
-        return sums
-
-
-class StepTask(Task):
-    """Reads the step of the trainer, since an evaluation's batch has none."""
-
-    trainer: Trainer
-
-    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return super().sums(outputs, replace(batch, step=self.trainer.step))
+        return {"accuracy": torch.tensor(ACCURACIES[self.trainer.step - 1], dtype=torch.float64)}
 
 
 def experiment(*, best: BestConfig | None = None, **sections: Any) -> Experiment:
@@ -242,13 +219,6 @@ def test_metrics_of_the_average_are_known_before_training() -> None:
         check_metrics(config, ["loss", "accuracy"])
     ema = config.optimization.model_copy(update={"ema": True})
     check_metrics(config.model_copy(update={"optimization": ema}), ["loss", "accuracy"])
-
-
-def test_data_without_validation_are_refused_before_training() -> None:
-    source = DataSource(cast(Any, None), None, DataInfo(3, 1, (), ()))
-    refuse_no_evaluations(experiment(), source)
-    with pytest.raises(BadFileError, match=r"early_stopping.metric: digits has no validation data"):
-        refuse_no_evaluations(experiment(early_stopping=STOPPING), source)
 
 
 def other_run(folder: Path, accuracies: list[float]) -> None:

@@ -96,17 +96,6 @@ def test_fused_sgd_is_refused_where_steps_are_skipped_inside_it() -> None:
         make_optimizer(config, dict(model().named_parameters()), 64, may_fuse=False)
 
 
-def test_torchs_sgd_is_plain_and_timms_has_timms_defaults() -> None:
-    ours, timms = optimizer("sgd").defaults, optimizer("timm/sgd").defaults
-    assert (ours["momentum"], ours["nesterov"]) == (0, False)
-    assert (timms["momentum"], timms["nesterov"]) == (0.9, True)
-
-
-def test_timms_optimizer_keeps_its_classes_weight_decay_unless_it_is_given() -> None:
-    assert optimizer("timm/adamwlegacy").param_groups[0]["weight_decay"] == 0.01
-    assert optimizer("timm/adamwlegacy", weight_decay=0.3).param_groups[0]["weight_decay"] == 0.3
-
-
 @pytest.mark.slow
 def test_torchs_optimizers_need_no_timm() -> None:
     code = (
@@ -117,8 +106,20 @@ def test_torchs_optimizers_need_no_timm() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_learning_rate_scales_by_the_batch_it_is_meant_for() -> None:
-    assert optimizer("sgd", lr_per_batch=256).param_groups[0]["lr"] == pytest.approx(0.1 * 64 / 256)
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("sgd", {}, {"momentum": 0, "nesterov": False}),
+        ("timm/sgd", {}, {"momentum": 0.9, "nesterov": True}),
+        ("timm/adamwlegacy", {}, {"weight_decay": 0.01}),
+        ("timm/adamwlegacy", {"weight_decay": 0.3}, {"weight_decay": 0.3}),
+        ("adamw", {"args": {"betas": [0.8, 0.9]}}, {"betas": (0.8, 0.9)}),
+        ("sgd", {"lr_per_batch": 256}, {"lr": pytest.approx(0.1 * 64 / 256)}),
+    ],
+)
+def test_values_are_the_files_or_librarys(name: str, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    (group,) = optimizer(name, **keys).param_groups
+    assert {key: group[key] for key in expected} == expected
 
 
 def test_norms_and_biases_need_not_decay() -> None:
@@ -133,10 +134,6 @@ def test_frozen_parameters_are_excluded() -> None:
     target = model()
     target[0].requires_grad_(False)
     assert len(optimizer("sgd", target).param_groups[0]["params"]) == 4
-
-
-def test_lists_of_the_file_become_tuples() -> None:
-    assert optimizer("adamw", args={"betas": [0.8, 0.9]}).defaults["betas"] == (0.8, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -157,23 +154,11 @@ def test_lists_of_the_file_become_tuples() -> None:
         ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay: rprop has no weight_decay"),
         ({"name": "rprop", "decay_norm_and_bias": False}, "optimizer.decay_norm_and_bias: rprop"),
         ({"name": "sgd", "args": {"nestrov": True}}, "no argument 'nestrov'; did you mean 'nesterov'"),
-        (
-            {"name": "sgd", "args": {"lr": 1}},
-            "optimizer.args.lr: is not allowed here; write optimization.optimizer.lr$",
-        ),
-        (
-            {"name": "sgd", "args": {"nesterov": True}},
-            "optimizer.args: sgd can't be built: ValueError: Nesterov",
-        ),
+        ({"name": "sgd", "args": {"lr": 1}}, "optimizer.args.lr: .*; write optimization.optimizer.lr$"),
+        ({"name": "sgd", "args": {"nesterov": True}}, "optimizer.args: .* be built: ValueError: Nesterov"),
         ({"name": "adamw", "args": {"betas": [0.9]}}, "optimizer.args: adamw can't be built: IndexError: "),
-        (
-            {"name": "adamw", "args": {"betas": [2, 3]}},
-            "optimizer.args: adamw can't be built: ValueError: Invalid beta",
-        ),
-        (
-            {"groups": [{"match": ["0.*"]}, {"match": ["3.*"]}]},
-            r"optimizer.groups\[1\].match: '3.\*' matches no trained parameter of the model; did",
-        ),
+        ({"name": "adamw", "args": {"betas": [2, 3]}}, "optimizer.args: .*built: ValueError: Invalid beta"),
+        ({"groups": [{"match": ["0.*"]}, {"match": ["3.*"]}]}, r"groups\[1\].match: '3.\*' matches no .*did"),
         (
             {"name": "Rprop", "groups": [{"match": ["0.*"], "weight_decay": 0.1}]},
             r"optimizer.groups\[0\].weight_decay: Rprop has no weight_decay; take it out",
@@ -185,10 +170,6 @@ def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
         optimizer(**keys)
 
 
-def _fp32() -> Any:
-    return choose_precision("fp32", CPU)
-
-
 DEPTHS = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1, "2.weight": 2, "2.bias": 2}
 
 
@@ -196,9 +177,10 @@ def layered(target: nn.Module, name: str = "adamw", **keys: Any) -> torch.optim.
     return optimizer(name, target, DEPTHS, layer_decay=0.5, **keys)
 
 
-def test_each_layer_has_its_own_rate_the_last_one_first() -> None:
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_each_layer_has_its_own_rate_the_last_one_first(name: str) -> None:
     target = model()
-    groups = layered(target, lr_per_batch=128).param_groups
+    groups = layered(target, name, lr_per_batch=128).param_groups
     assert [group["lr"] for group in groups] == pytest.approx([0.05, 0.025, 0.0125])
     assert [[id(p) for p in group["params"]] for group in groups] == [
         [id(p) for p in target[place].parameters()] for place in (2, 1, 0)
@@ -216,13 +198,9 @@ def test_a_frozen_head_leaves_the_rates_below_it() -> None:
     target[2].requires_grad_(False)
     made = layered(target)
     assert [group["lr"] for group in made.param_groups] == [0.05, 0.025]
-    owned = Optimization(made, lambda step: 0.5, _fp32(), CPU)
+    owned = Optimization(made, lambda step: 0.5, choose_precision("fp32", CPU), CPU)
     assert owned.set_learning_rate(0) == 0.05, "the file's at its peak, 0.1, halved by the schedule"
     assert [group["lr"] for group in made.param_groups] == [0.025, 0.0125]
-
-
-def test_timms_optimizers_take_layers_too() -> None:
-    assert [group["lr"] for group in layered(model(), "lamb").param_groups] == [0.1, 0.05, 0.025]
 
 
 def test_clipping_under_fp16_sees_the_true_gradient() -> None:
@@ -237,6 +215,7 @@ def test_clipping_under_fp16_sees_the_true_gradient() -> None:
 
 def test_an_overflow_under_fp16_skips_the_step_and_halves_the_scale() -> None:
     target = model()
+    assert optimization(target, "bf16").scaler is None
     owned = optimization(target, "fp16")
     before = [p.detach().clone() for p in target.parameters()]
     owned.scale(target(torch.ones(1, 4)).sum() * float("inf")).backward()
@@ -261,10 +240,6 @@ def test_a_loaded_loss_scale_is_what_the_next_backward_uses() -> None:
     same = model()
     same(inputs).sum().backward()
     torch.testing.assert_close(scaled, next(same.parameters()).grad * 8)
-
-
-def test_without_fp16_there_is_no_scaler() -> None:
-    assert optimization(model(), "bf16").scaler is None
 
 
 @pytest.mark.slow

@@ -134,6 +134,21 @@ class CantBeBuilt(Classification):
         deep("task")
 
 
+def by(optimizer: str, **keys: Any) -> dict[str, Any]:
+    """Return the sections of a file that trains by this optimizer."""
+    return {"optimization": {"optimizer": {"name": optimizer, "lr": 0.1, **keys}}}
+
+
+def exp_file(folder: Path, model: str) -> str:
+    """Write a file that trains ``model`` by muon; return its path."""
+    (folder / "exp.yaml").write_text(
+        f"name: x\ntask: classification\nmodel: {{name: '{model}'}}\ndata: {{name: '{HERE}:images'}}\n"
+        "optimization:\n  steps: 1\n  global_batch_size: 4\n  micro_batch_size: 4\n"
+        "  optimizer: {name: muon, lr: 0.1}\n"
+    )
+    return str(folder / "exp.yaml")
+
+
 def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
     sizes = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 2}
     data = {"name": f"{HERE}:{factory}", "args": args, **keys.pop("data", {})}
@@ -151,36 +166,12 @@ def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
         ("features", {}, {"data": {"image_size": 4}}, r"^data\.image_size: is for images"),
         ("without_statistics", {}, {}, r"^data\.normalize\.mean: \[\] has 0 values"),
         ("images", {}, {"optimization": {"global_batch_size": 48}}, r"global_batch_size: 48 is more"),
-        *(
-            ("images", {}, {"optimization": {"optimizer": {"lr": 0.1, **optimizer}}}, words)
-            for optimizer, words in (
-                (
-                    {"name": "muon"},
-                    r"name: muon updates matrices only, and 1 of the 2 .* 1\.bias of shape \(3,\);",
-                ),
-                ({"name": "adamw", "args": {"betas": [0.9]}}, r"args: adamw can't be built: IndexError: "),
-                (
-                    {"name": "nadam", "args": {"capturable": True}},
-                    r"optimizer: nadam can't update the w",
-                ),
-                (
-                    {"name": "adamw", "groups": [{"match": ["head.*"], "lr_factor": 2}]},
-                    r"'head\.\*' matches no",
-                ),
-            )
-        ),
-        (
-            "images",
-            {},
-            {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 1}}},
-            r"warm-up of 1 step",
-        ),
-        (
-            "images",
-            {},
-            {"model": {"name": f"{HERE}:Detached"}},
-            r"can't compute the gradients of the loss of train",
-        ),
+        ("images", {}, by("muon"), r"name: muon updates matrices only, and 1 of the 2 .* 1\.bias of shape"),
+        ("images", {}, by("adamw", args={"betas": [0.9]}), r"args: adamw can't be built: IndexError: "),
+        ("images", {}, by("nadam", args={"capturable": True}), r"optimizer: nadam can't update the w"),
+        ("images", {}, by("adamw", groups=[{"match": ["head.*"], "lr_factor": 2}]), r"head.* matches no"),
+        ("images", {}, {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 1}}}, r"warm-up"),
+        ("images", {}, {"model": {"name": f"{HERE}:Detached"}}, r"can't compute the gradients of the loss"),
         ("images", {}, {"activation_checkpointing": "blocks"}, r"^activation_checkpointing: "),
     ],
 )
@@ -209,21 +200,11 @@ def test_prepare_names_weights_that_the_loss_does_not_use(capsys: pytest.Capture
 
 
 def test_problems_of_prepare_have_their_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "exp.yaml"
-    file.write_text(
-        f"name: x\ntask: classification\nmodel: {{name: '{HERE}:net'}}\ndata: {{name: '{HERE}:images'}}\n"
-        "optimization:\n  steps: 1\n  global_batch_size: 4\n  micro_batch_size: 4\n"
-        "  optimizer: {name: muon, lr: 0.1}\n"
-    )
-    assert main([str(file)]) == 65
+    file = exp_file(tmp_path, f"{HERE}:net")
+    assert main([file]) == 65
     assert f"{file}:9:21: optimization.optimizer.name: muon" in capsys.readouterr().err
-    assert (
-        main(
-            [str(file), "model.name=tests.training.test_prepare:Detached", "optimization.optimizer.name=sgd"]
-        )
-        == 65
-    )
-    assert "\ncommand line: model.name: tests.training.test_prepare:Detached and" in capsys.readouterr().err
+    assert main([file, f"model.name={HERE}:Detached", "optimization.optimizer.name=sgd"]) == 65
+    assert f"\ncommand line: model.name: {HERE}:Detached and" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -326,19 +307,14 @@ class BadNames(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "error"),
-    [("data", "can_not_be_counted", "rows"), ("model", "no_statistics", "names")],
+    ("key", "value", "error"), [("data", "can_not_be_counted", "rows"), ("model", "no_statistics", "names")]
 )
 def test_an_error_of_users_code_ends_prepare_with_the_users_frames(
     key: str, value: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever raises it: here the number of samples, and the names of parameters."""
-    (tmp_path / "exp.yaml").write_text(
-        f"name: x\ntask: classification\nmodel: {{name: '{DEEP}'}}\ndata: {{name: '{HERE}:images'}}\n"
-        "optimization: {steps: 1, global_batch_size: 4, micro_batch_size: 4, "
-        "optimizer: {name: sgd, lr: 0.1}}\n"
-    )
-    assert main([str(tmp_path / "exp.yaml"), f"{key}.name={HERE}:{value}"]) == 65
+    file = exp_file(tmp_path, DEEP)
+    assert main([file, f"{key}.name={HERE}:{value}", "optimization.optimizer.name=sgd"]) == 65
     output = capsys.readouterr()
     lines = (output.out + output.err).splitlines()
     assert "Traceback of your code (most recent call last):" in lines and f"KeyError: '{error}'" in lines
@@ -392,14 +368,10 @@ def test_a_model_larger_than_the_memory_is_not_built(capsys: pytest.CaptureFixtu
     )
 
 
-def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_do_not_fit_the_memory_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_step, "free_bytes", lambda: 1000)
     monkeypatch.setattr("hpc_train.training.prepare.planned_weight_bytes", lambda config, info: 1001)
-    with pytest.raises(
-        UserError, match=r"^model\.pretrained: the weights of timm/resnet18 are not fetched: it"
-    ):
+    with pytest.raises(UserError, match=r"^model\.pretrained: .* timm/resnet18 are not fetched: it"):
         prepare([experiment("images", {}, model={"name": "timm/resnet18", "pretrained": True})])
 
 
@@ -417,9 +389,7 @@ def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_is_that_of_the_tightest_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_machine = trial_step.free_bytes()
     assert 0 < of_machine <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
@@ -433,9 +403,7 @@ def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
     assert trial_step.free_bytes() == 1_250_000
 
 
-def test_what_a_model_keeps_from_its_size_being_measured_is_not_used(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_model_keeps_from_its_measurement_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     prepare([experiment("images", {}, model={"name": f"{HERE}:kept_net"})])
     assert "kept_net: 51 parameters" in capsys.readouterr().err
     assert kept_net(3)[1].weight.device.type == "cpu"
@@ -468,9 +436,7 @@ def plugged_in(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     return DataSource(Samples((1, 4, 4)), None, DataInfo(3, 1, (0.5,), (0.5,)))
 
 
-def test_prepare_packs_an_image_folder_once_for_a_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_packs_a_folder_once_for_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8):
         path = tmp_path / f"images/train/class{number % 2}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -489,17 +455,15 @@ def test_prepare_packs_an_image_folder_once_for_a_sweep(
     assert said.count(f"data.cache: {pack}: ") == said.count("bytes written") == 1
 
 
-def test_prepare_finds_a_metric_that_evaluations_do_not_have() -> None:
-    wrong = experiment("validation", {"target": 0}).model_copy(
-        update={"early_stopping": EarlyStoppingConfig(metric="miou", mode="max", patience=2)}
-    )
-    with pytest.raises(BadFileError, match=r"early_stopping.metric: miou is not a metric .* accuracy, loss$"):
-        prepare([wrong])
-
-
-def test_prepare_finds_that_there_is_nothing_to_evaluate() -> None:
-    wrong = experiment("images", {}).model_copy(
-        update={"early_stopping": EarlyStoppingConfig(metric="loss", mode="min", patience=2)}
-    )
-    with pytest.raises(BadFileError, match="has no validation data to evaluate"):
-        prepare([wrong])
+@pytest.mark.parametrize(
+    ("factory", "metric", "words"),
+    [
+        ("validation", "miou", r"early_stopping.metric: miou is not a metric .* accuracy, loss$"),
+        ("images", "loss", "has no validation data to evaluate"),
+    ],
+)
+def test_prepare_finds_a_metric_that_evaluations_do_not_have(factory: str, metric: str, words: str) -> None:
+    stopping = EarlyStoppingConfig(metric=metric, mode="max", patience=2)
+    given = experiment(factory, {"target": 0}).model_copy(update={"early_stopping": stopping})
+    with pytest.raises(BadFileError, match=words):
+        prepare([given])

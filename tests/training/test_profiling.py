@@ -48,22 +48,23 @@ def compute() -> None:
         matrix @ matrix
 
 
-def test_waits_for_data_are_the_limit(tmp_path: Path) -> None:
-    table = profiled(tmp_path, lambda: torch.ones(4).sum(), wait_s=LONG_S)
-    assert "limited by: input; to go faster raise data.workers" in table
+def annotated_sleep() -> None:
+    with record_function("a model's forward"):
+        torch.ones(4).sum()
+        time.sleep(LONG_S)
 
 
-def test_operations_are_the_limit(tmp_path: Path) -> None:
-    assert "limited by: device; to go faster use more ranks" in profiled(tmp_path, compute)
-
-
-def test_python_is_the_limit_even_inside_annotations(tmp_path: Path) -> None:
-    def step() -> None:
-        with record_function("a model's forward"):
-            torch.ones(4).sum()
-            time.sleep(LONG_S)
-
-    assert "limited by: host" in profiled(tmp_path, step)
+@pytest.mark.parametrize(
+    ("step", "wait_s", "limit"),
+    [
+        (lambda: torch.ones(4).sum(), 5 * LONG_S, "input; to go faster raise data.workers"),
+        (compute, 0.0, "device; to go faster use more ranks"),
+        (annotated_sleep, 0.0, "host"),
+    ],
+    ids=["data", "operations", "Python"],
+)
+def test_the_limit_is_named(step: Callable[[], object], wait_s: float, limit: str, tmp_path: Path) -> None:
+    assert f"limited by: {limit}" in profiled(tmp_path, step, wait_s=wait_s)
 
 
 def test_the_trace_and_the_slowest_operations_are_written(tmp_path: Path) -> None:
@@ -83,9 +84,7 @@ def test_a_run_that_ends_before_its_first_profiled_step_leaves_nothing(tmp_path:
     assert not AttemptPaths(tmp_path).profile_trace.exists()
 
 
-def test_a_profile_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_profile_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert profiled(tmp_path / "missing", compute) == ""
     assert "training continues" in caplog.text
 

@@ -57,9 +57,7 @@ def test_memory_that_is_full_before_the_first_step_must_be_fixed_in_the_file(
     assert "Traceback" not in text and "Traceback" in capsys.readouterr().err, "the log says where"
 
 
-def test_a_log_that_can_not_be_written_changes_no_exit_code(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_log_changes_no_exit_code(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk has no room for the log either."""
     error = OSError(errno.ENOSPC, "No space left on device", "shard")
     with open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:  # noqa: PTH123
@@ -126,34 +124,27 @@ def test_nccls_words_on_a_peer_that_may_not_be_gone_are_kept(paths: RunPaths) ->
     )
 
 
-def test_what_a_trial_raised_is_told_as_the_ranks_own(
-    paths: RunPaths, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trials_error_is_told_as_the_ranks_own(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     """Within a second traceback, of the rank that waited, the user's frames would be cut off the screen."""
     said = 'Traceback (most recent call last):\n  File "net.py", line 3, in net\nKeyError: 3'
     assert end(paths, TrialError(said)) == (ExitCode.FAILED, f"{said}\n")
     assert said in capsys.readouterr().err, "the log has the whole of it"
 
 
+ADDRESS_SPACE = "the address space is limited to 4096 MiB (`ulimit -v`)"
+
+
 @pytest.mark.parametrize(
     ("error", "limit", "words"),
     [
-        (MemoryError("x"), resource.RLIMIT_AS, "the address space is limited to 4096 MiB (`ulimit -v`)"),
-        (
-            RuntimeError("unable to allocate memory"),
-            resource.RLIMIT_AS,
-            "the address space is limited to 4096 MiB (`ulimit -v`)",
-        ),
+        (MemoryError("x"), resource.RLIMIT_AS, ADDRESS_SPACE),
+        (RuntimeError("unable to allocate memory"), resource.RLIMIT_AS, ADDRESS_SPACE),
+        (RuntimeError("can't start new thread"), resource.RLIMIT_AS, ADDRESS_SPACE),
         (OSError(errno.EFBIG, "x"), resource.RLIMIT_FSIZE, "a file is limited to 4096 MiB (`ulimit -f`)"),
         (
             OSError(errno.EMFILE, "Too many open files"),
             resource.RLIMIT_NOFILE,
             "the number of open files is limited to 4294967296 (`ulimit -n`)",
-        ),
-        (
-            RuntimeError("can't start new thread"),
-            resource.RLIMIT_AS,
-            "the address space is limited to 4096 MiB (`ulimit -v`)",
         ),
     ],
 )
@@ -183,9 +174,7 @@ def test_a_permission_that_is_denied_names_who_owns_what_exists(paths: RunPaths)
     assert f"Permission denied: '{missing}'; its folder {paths.folder} belongs to " in text
 
 
-def test_processes_that_can_not_be_started_name_their_limit(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_do_not_start_name_a_limit(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource_limits.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 200))
     code, text = end(paths, RuntimeError("can't start new thread"))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timm.scheduler import CosineLRScheduler
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ScheduleConfig
@@ -39,13 +40,17 @@ def torch_factors(kind: type[Any], total: int = TOTAL, **keys: Any) -> list[floa
     return found
 
 
+def of(name: str, **args: Any) -> dict[str, Any]:
+    return {"name": name, "args": args}
+
+
 @pytest.mark.parametrize(
     ("keys", "kind", "same"),
     [
-        ({"name": "cosine"}, lr_scheduler.CosineAnnealingLR, {"T_max": 60}),
+        ({"name": "cosine"}, CosineAnnealingLR, {"T_max": 60}),
         (
             {"name": "cosine", "min_factor": 0.1},
-            lr_scheduler.CosineAnnealingLR,
+            CosineAnnealingLR,
             {"T_max": 60, "eta_min": 0.1},
         ),
         (
@@ -53,32 +58,16 @@ def torch_factors(kind: type[Any], total: int = TOTAL, **keys: Any) -> list[floa
             lr_scheduler.LinearLR,
             {"start_factor": 1.0, "end_factor": 0.25, "total_iters": 60},
         ),
+        (of("poly", power=2.0), lr_scheduler.PolynomialLR, {"total_iters": 60, "power": 2.0}),
+        (of("step", every_epochs=2, gamma=0.5), lr_scheduler.StepLR, {"step_size": 20, "gamma": 0.5}),
+        (of("step", every_steps=7), lr_scheduler.StepLR, {"step_size": 7}),
         (
-            {"name": "poly", "args": {"power": 2.0}},
-            lr_scheduler.PolynomialLR,
-            {"total_iters": 60, "power": 2.0},
-        ),
-        (
-            {"name": "step", "args": {"every_epochs": 2, "gamma": 0.5}},
-            lr_scheduler.StepLR,
-            {"step_size": 20, "gamma": 0.5},
-        ),
-        ({"name": "step", "args": {"every_steps": 7}}, lr_scheduler.StepLR, {"step_size": 7}),
-        (
-            {"name": "multistep", "args": {"milestones_epochs": [4, 2], "gamma": 0.2}},
+            of("multistep", milestones_epochs=[4, 2], gamma=0.2),
             lr_scheduler.MultiStepLR,
             {"milestones": [20, 40], "gamma": 0.2},
         ),
-        (
-            {"name": "multistep", "args": {"milestones_steps": [5, 30]}},
-            lr_scheduler.MultiStepLR,
-            {"milestones": [5, 30]},
-        ),
-        (
-            {"name": "exponential", "args": {"gamma": 0.5}},
-            lr_scheduler.ExponentialLR,
-            {"gamma": 0.5 ** (1 / 10)},
-        ),
+        (of("multistep", milestones_steps=[5, 30]), lr_scheduler.MultiStepLR, {"milestones": [5, 30]}),
+        (of("exponential", gamma=0.5), lr_scheduler.ExponentialLR, {"gamma": 0.5 ** (1 / 10)}),
     ],
 )
 def test_factors_are_those_of_torchs_scheduler(keys: Any, kind: type[Any], same: Any) -> None:
@@ -101,15 +90,6 @@ def test_warm_up_in_epochs_may_be_a_part_of_one() -> None:
     assert factors(name="constant", warmup_epochs=0.4)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
 
 
-def test_milestones_count_from_the_runs_beginning() -> None:
-    found = factors(name="multistep", warmup_steps=10, args={"milestones_epochs": [2]})
-    assert (found[19], found[20]) == pytest.approx((1.0, 0.1))
-
-
-def test_no_factor_falls_below_the_minimum() -> None:
-    assert min(factors(name="exponential", min_factor=0.3, args={"gamma": 0.1})) == 0.3
-
-
 @given(
     name=st.sampled_from(["constant", "cosine", "linear", "poly"]),
     total=st.integers(2, 500),
@@ -127,42 +107,22 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
     for name in ("cosine", "linear", "poly"):
         schedule = make_schedule(ScheduleConfig(name=name, warmup_steps=3), TOTAL, PER_EPOCH)
         late = schedule(50)
-        assert schedule(4) > late
-        assert schedule(50) == late
+        assert schedule(4) > late == schedule(50)
+    found = factors(name="multistep", warmup_steps=10, args={"milestones_epochs": [2]})
+    assert (found[19], found[20]) == pytest.approx((1.0, 0.1)), "counted from the run's beginning"
+    assert min(factors(name="exponential", min_factor=0.3, args={"gamma": 0.1})) == 0.3
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "cosin"}, "schedule.name: there is no schedule 'cosin'; did you mean cosine"),
         ({"name": "timm/cosine"}, "there is no schedule 'timm/cosine'; did you mean cosine"),
-        (
-            {"name": "cosine", "args": {"power": 2}},
-            "cosine takes no argument 'power'; take it out; cosine takes none",
-        ),
+        ({"name": "cosine", "args": {"power": 2}}, "cosine takes no argument 'power'; take it out"),
         ({"name": "poly", "args": {"powr": 2}}, "no argument 'powr'; did you mean 'power'"),
-        (
-            {"name": "poly", "args": {"power": "2"}},
-            "args.power: needs a number above 0, got the text '2'; write 1",
-        ),
-        (
-            {"name": "step"},
-            "step needs every_epochs or every_steps, which is missing; write args: ",
-        ),
-        (
-            {"name": "step", "args": {"every_epochs": 1, "every_steps": 2}},
-            "args.every_steps: can't be combined with every_epochs",
-        ),
-        ({"name": "multistep", "args": {"milestones_steps": 3}}, "needs a list of numbers above 0, got 3"),
-        ({"name": "exponential"}, "exponential needs gamma, which is missing; write args: "),
-        (
-            {"name": "cosine", "warmup_steps": 60},
-            "schedule.warmup_steps: a warm-up of 60 steps is not shorter than the run",
-        ),
-        (
-            {"name": "cosine", "warmup_epochs": 6},
-            "schedule.warmup_epochs: a warm-up of 60 steps is not shorter than the run",
-        ),
+        ({"name": "poly", "args": {"power": "2"}}, "args.power: needs a number above 0, got .* '2'; write"),
+        ({"name": "step", "args": {"every_epochs": 1, "every_steps": 2}}, "every_steps: can't be combined"),
+        ({"name": "cosine", "warmup_steps": 60}, "schedule.warmup_steps: .* of 60 steps is not shorter than"),
+        ({"name": "cosine", "warmup_epochs": 6}, "schedule.warmup_epochs: .* of 60 steps is not shorter"),
     ],
 )
 def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:

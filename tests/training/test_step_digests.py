@@ -123,10 +123,7 @@ def flip(tensor: Tensor | None, bit: int = 0) -> None:
 
 
 @pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize(
-    ("what", "delay"),
-    [("weight", 0), ("gradient", 0), ("moment", 1)],
-)
+@pytest.mark.parametrize(("what", "delay"), [("weight", 0), ("gradient", 0), ("moment", 1)])
 def test_a_changed_bit_shows_at_its_step(what: str, delay: int) -> None:
     before, after = trained(), trained(3, what)
     differing = [one.step for one, other in zip(before, after, strict=True) if one.differences(other)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,13 +14,10 @@ from torch.nn import functional
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
-from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.ddp import DDPStrategy
@@ -29,8 +26,8 @@ from hpc_train.training.tasks.causal_lm import CausalLM
 from hpc_train.training.tasks.classification import Classification
 from hpc_train.training.tasks.regression import Regression
 from hpc_train.training.tasks.segmentation import Segmentation
-from hpc_train.training.train_state import TrainState
 from tests.experiments import tiny_experiment
+from tests.forwards import make_train_state, training_forward
 from tests.parallelism.batches import micro_batch
 from tests.parallelism.cases import SGD, STRATEGIES, VIT, Case, Choice, Shape, problems_of
 from tests.parallelism.groups import Groups
@@ -120,14 +117,10 @@ def made(name: str) -> tuple[Experiment, Task]:
     make, kind, keys = TASKS[name]
     sizes = {"global_batch_size": SAMPLES, "micro_batch_size": 1}
     config = tiny_experiment(sizes | keys, model={"name": "own:net", "args": {"num_classes": CLASSES}})
+    length = SIDE * SIDE if kind == "tokens" else None
+    shape = (CLASSES,) if kind in ("several", "numbers") else ()
     info = DataInfo(
-        CLASSES,
-        1,
-        (0.5,),
-        (0.5,),
-        sequence_length=SIDE * SIDE if kind == "tokens" else None,
-        ignore_index=IGNORED,
-        target_shape=(CLASSES,) if kind in ("several", "numbers") else (),
+        CLASSES, 1, (0.5,), (0.5,), sequence_length=length, ignore_index=IGNORED, target_shape=shape
     )
     return config, make(config, info)
 
@@ -143,13 +136,8 @@ def step(
     torch.manual_seed(0)
     strategy = DDPStrategy(RankContext(0, Degrees(), CPU, chosen))
     model = Net(kind)
-    wrapped = strategy.place(model, [])
-    made_optimizer = make_optimizer(config.optimization.optimizer, strategy.optimized(), SAMPLES)
-    optimization = Optimization(made_optimizer, lambda step: 1.0, chosen, CPU)
-    state = TrainState(model, wrapped, strategy, optimization)
-    forward = TrainingForward(
-        0, task, CPU, CompileConfig(), nullcontext, lambda batch: batch, optimization.scale
-    )
+    state = make_train_state(strategy, model, [], config.optimization.optimizer, SAMPLES, precision)
+    forward = training_forward(task, scale=state.optimization.scale)
     weight, valid = micro_batch_size / SAMPLES, torch.ones(micro_batch_size, dtype=torch.bool)
     values = values.to(chosen.param_dtype)
     parts = zip(values.split(micro_batch_size), targets.split(micro_batch_size), strict=True)
@@ -213,9 +201,7 @@ def test_segmentation_is_torchs_cross_entropy_over_the_step(
 @pytest.mark.parametrize(
     ("weight", "words"), [(lambda task, batch: batch.valid, r"shape \(2,\)"), (lambda task, batch: 2, "int")]
 )
-def test_a_weight_that_is_not_a_sum_is_refused(
-    weight: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_that_is_no_sum_is_refused(weight: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SumOverLabels, "weight", weight)
     with pytest.raises(BadFileError, match=rf"weight returned {words}; return the micro-batch's sum"):
         step("a task of one's own", 2)
@@ -271,9 +257,8 @@ def case_of(strategy: str, shape: Shape, *overrides: str) -> Case:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    started = Groups()
-    yield started
-    started.close()
+    with closing(Groups()) as started:
+        yield started
 
 
 @pytest.mark.slow

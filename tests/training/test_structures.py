@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.experiment.config.training_sections import (
-    CompileConfig,
-    OptimizationConfig,
-    ParallelConfig,
-)
+from hpc_train.experiment.config.training_sections import OptimizationConfig, ParallelConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.types import Batch, TargetSpec
-from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.evaluation import evaluate
-from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
-from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
-from hpc_train.training.train_state import TrainState
 from tests.datasets.samples import experiment
 from tests.experiments import tiny_experiment
+from tests.forwards import make_train_state, training_forward
 from tests.parallelism.training import whole
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
@@ -109,22 +101,18 @@ def train(rank: int, world_size: int, name: str, has_several_inputs: bool) -> di
         "fsdp": Degrees(shard=world_size),
         "pipeline": Degrees(pipeline=world_size),
     }[name]
-    precision = choose_precision("fp64", CPU)
     strategy = make_strategy(name, rank, degrees, parallel=ParallelConfig(strategy=name))
     model = make_model(has_several_inputs=has_several_inputs)
-    wrapped = strategy.place(model, list(model.children())[:3])
-    wrapped.train()
     config, normalised = optimization_config(), []
-    optimizer = make_optimizer(config.optimizer, strategy.optimized(), 8)
-    optimization = Optimization(optimizer, lambda step: 1.0, precision, CPU)
-    state = TrainState(strategy.model, wrapped, strategy, optimization)
+    state = make_train_state(strategy, model, list(model.children())[:3], config.optimizer, 8)
+    state.wrapped.train()
 
     def to_input(batch: Batch) -> Batch:
         normalised.append((batch.step, batch.number))
         return batch.to(CPU)
 
     task = Dense(has_several_inputs=has_several_inputs)
-    forward = TrainingForward(0, task, CPU, CompileConfig(), nullcontext, to_input, lambda loss: loss)
+    forward = training_forward(task, to_device=to_input)
     guard = Guard(config, model, norm_counts=True)
     own = range(degrees.data_rank(rank), MICRO_BATCHES, degrees.data_ranks)
     losses = []

@@ -12,20 +12,9 @@ from hpc_train.experiment.config.problems import KeyPath, ProblemLine
 
 #: End of the text to write, outside of quotes and brackets.
 _ENDS = (
-    "; ",
-    ", or ",
-    ", and ",
-    ", like ",
-    ", with ",
-    ", which ",
-    " (",
-    " in place of",
-    " in its place",
-    " without quotes",
-    " below ",
-    " on line",
-    " for a",
-)
+    "; ", ", or ", ", and ", ", like ", ", with ", ", which ", " (", " in place of", " in its place",
+    " without quotes", " below ", " on line", " for a",
+)  # fmt: skip
 _LINE = re.compile(r"[^ ]*?:(\d+):(\d+): (.*)", re.DOTALL)
 
 

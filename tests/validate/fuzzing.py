@@ -189,9 +189,7 @@ def main(folder: Path, num_examples: int) -> None:
 
 
 def run_examples(
-    examples: SearchStrategy[tuple[bytes, list[str]]],
-    check: Callable[[bytes, list[str]], bool],
-    count: int,
+    examples: SearchStrategy[tuple[bytes, list[str]]], check: Callable[[bytes, list[str]], bool], count: int
 ) -> None:
     @settings(
         max_examples=max(count, 1),

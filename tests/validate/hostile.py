@@ -187,15 +187,10 @@ def _mutated(draw: st.DrawFn, tree: object, path: list[str]) -> object:
 
 _override_keys = st.sampled_from(KEYS) | st.sampled_from(
     [
-        "model.args.a.b",
-        "sweep.grid.seed",
-        "sweep.grid.model.args.x",
-        "compile.mode",
-        "a." * 70 + "b",
-        ".",
+        "model.args.a.b", "sweep.grid.seed", "sweep.grid.model.args.x", "compile.mode", "a." * 70 + "b", ".",
         "seed.x",
     ]
-)
+)  # fmt: skip
 _pairs = st.builds("{}={}".format, _override_keys, _structures.map(rendered) | _leaves.map(rendered))
 #: ``KEY=VALUE``, and words that are none.
 overrides = st.lists(

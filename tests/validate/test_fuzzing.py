@@ -7,16 +7,13 @@ Nothing else is raised, run, imported or written, and no file takes more memory 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import HANG_LIMIT_S
+from tests.cli.commands import REPOSITORY, python
 
-_REPOSITORY = Path(__file__).parents[2]
-_EXAMPLES = 120
+_EXAMPLES = 40
 _OURS = {"canary.py", "exp.yaml", "experiment.yaml", "resolved.json"}
 
 
@@ -26,15 +23,10 @@ _OURS = {"canary.py", "exp.yaml", "experiment.yaml", "resolved.json"}
 def test_hostile_files_and_overrides_end_in_an_experiment_or_in_errors(tmp_path: Path) -> None:
     (tmp_path / "canary.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     num_examples = os.environ.get("HPC_TRAIN_FUZZ", str(_EXAMPLES))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.validate.fuzzing", tmp_path, num_examples],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(tmp_path)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+    words = ("-m", "tests.validate.fuzzing", tmp_path, num_examples)
+    done = python(*words, cwd=tmp_path, limit_s=None, PYTHONPATH=path)
+    assert done.code == 0, done.err[-6000:]
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__", ".hypothesis"} == _OURS
 
 
@@ -70,13 +62,5 @@ def test_the_watch_sees_what_it_is_for(tmp_path: Path) -> None:
     (tmp_path / "canary.py").touch()
     nothing = "len('nothing that is forbidden')"
     tried = [f"def run(): {code}\nprint({code!r} if sees(run) else '')\n" for code in [*_FORBIDDEN, nothing]]
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", _WATCH + "".join(tried)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(_REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_LIMIT_S,
-    )
-    assert done.stdout.splitlines() == [*_FORBIDDEN, ""], done.stderr
+    done = python("-u", "-c", _WATCH + "".join(tried), cwd=tmp_path)
+    assert done.out.splitlines() == [*_FORBIDDEN, ""], done.err

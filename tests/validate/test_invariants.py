@@ -59,6 +59,7 @@ BATCHNORM = "acme.models:normalized"
 VIT = "timm/vit_tiny_patch16_224"
 MASKS = {"name": "segmentation_folder", "root": "/data", "args": {"num_classes": 2}}
 SEGMENTER = {"task": "segmentation", "data": MASKS}
+FEW = {"data": {"name": "synthetic", "args": {"num_samples": 40}}}
 TEXT = {"name": "text", "root": "/data", "args": {"sequence_length": 8}}
 
 
@@ -180,9 +181,7 @@ SHARED = {
     "training.datasets.sampler._check_sizes: too_few_micro_batches": Shared(
         {}, sample(10**6, ranks=5), ranks=5
     ),
-    "training.datasets.sampler._check_sizes: too_few_samples": Shared(
-        {"data": {"name": "synthetic", "args": {"num_samples": 40}}}, sample(40)
-    ),
+    "training.datasets.sampler._check_sizes: too_few_samples": Shared(FEW, sample(40)),
     "training.datasets.sampler._check_sizes: undivided_batch": Shared(
         {"optimization.micro_batch_size": 24}, sample(10**6)
     ),
@@ -272,9 +271,7 @@ SHARED = {
     "experiment.topology.batch_arithmetic.of: too_few_micro_batches": Shared(
         {}, compute(10**6, ranks=5), ranks=5
     ),
-    "experiment.topology.batch_arithmetic.of: too_few_samples": Shared(
-        {"data": {"name": "synthetic", "args": {"num_samples": 40}}}, compute(40)
-    ),
+    "experiment.topology.batch_arithmetic.of: too_few_samples": Shared(FEW, compute(40)),
     "training.batch_size_search._check_ranks: too_few_micro_batches": Shared(
         {"optimization.micro_batch_size": "auto"}, find_found(32, ranks=3), ranks=3, found=32
     ),
@@ -310,18 +307,13 @@ SHARED = {
         ),
     ),
     "training.prepare._arithmetic: too_few_samples": Shared(
-        {"data": {"name": "synthetic", "args": {"num_samples": 40}}},
-        lambda experiment: prepare._arithmetic(experiment, build_source(experiment.data)),
+        FEW, lambda experiment: prepare._arithmetic(experiment, build_source(experiment.data))
     ),
     "training.rank._degrees: find_degrees": Shared(
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
     ),
     "training.optimization.make_schedule: too_long_warmup": Shared(
-        {
-            "optimization.epochs": None,
-            "optimization.steps": 9,
-            "optimization.schedule": {"warmup_steps": 10},
-        },
+        {"optimization.epochs": None, "optimization.steps": 9, "optimization.schedule": {"warmup_steps": 10}},
         schedule,
     ),
     "training.optimization.make_schedule: problem_of_schedule_name": Shared(

@@ -23,7 +23,7 @@ from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, OWNED, SBAT
 from hpc_train.experiment.validate.task_rules import remarks
 from hpc_train.registry import parts
 from hpc_train.training.strategies import model_facts as facts_of_models
-from tests.config.files import GOOD, code_and_key, problems_of
+from tests.config.files import GOOD, code_and_key, loaded_file, problems_of
 from tests.run.runs import small_experiment
 from tests.validate.messages import FILES, MODULES
 
@@ -50,10 +50,9 @@ def test_a_model_is_not_asked_about_where_that_decides_nothing(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(model_facts, "facts", lambda name, args: asked.append(name))
-    path = tmp_path / "exp.yaml"
     for parallel in ("{strategy: fsdp}", "{strategy: tensor, tensor: 1}", "{strategy: tensor, tensor: 2}"):
-        path.write_text(_file("timm/test_resnet", parallel))
-        experiment = load(path, check_names=False).experiment
+        text = _file("timm/test_resnet", parallel)
+        experiment = loaded_file(tmp_path, text=text).experiment
         assert check_start(experiment, 1 if "2" not in parallel else None) == []
     assert not asked
 
@@ -76,12 +75,9 @@ def test_the_environment_may_have_the_tracking_uri(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("task", "metric"), [(task, each) for task in TASKS for each in TASKS[task].metrics])
 def test_each_metric_of_a_built_in_task_has_a_direction(tmp_path: Path, task: str, metric: str) -> None:
-    path, name = tmp_path / "exp.yaml", metric.replace("*", "car")
-    path.write_text(GOOD)
-
     def number_of_remarks(mode: str) -> int:
-        stopping = f"early_stopping={{metric: {name}, mode: {mode}, patience: 3}}"
-        loaded = load(path, [f"task={task}", "data.name=acme:data", stopping], check_names=False)
+        stopping = f"early_stopping={{metric: {metric.replace('*', 'car')}, mode: {mode}, patience: 3}}"
+        loaded = loaded_file(tmp_path, f"task={task}", "data.name=acme:data", stopping)
         return len(list(remarks(loaded.experiment)))
 
     assert sorted(map(number_of_remarks, ("min", "max"))) == [0, 1]
@@ -102,9 +98,7 @@ def test_each_metric_of_a_built_in_task_has_a_direction(tmp_path: Path, task: st
 def test_keys_without_effect_are_reported(
     tmp_path: Path, override: str, is_local: bool, keys: list[str]
 ) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text(GOOD)
-    job = load(path, [override], check_names=False).experiment
+    job = loaded_file(tmp_path, override).experiment
     assert [problem.path[-1] for problem in unused_without_queue(job, is_local=is_local)] == keys
 
 

@@ -18,7 +18,7 @@ from hpc_train.experiment.config.marked_yaml import MAX_DEPTH
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, split_at_colon, with_blank
 from hpc_train.experiment.config.schema import Experiment, Job, Program, keys_of
 from hpc_train.experiment.config.synonyms import advice_for, key_beside, key_for
-from hpc_train.registry import nearest
+from hpc_train.registry import nearest, suggestion
 
 Node = dict[str, Any]
 #: Sections and keys that do not enter a run's id, so a sweep can't vary them.
@@ -101,9 +101,9 @@ def child(node: Node, segment: str | int) -> Node | None:
     return found if isinstance(found, dict) else None
 
 
-def node_at(path: KeyPath) -> Node | None:
-    """Return the schema's node of a key path."""
-    node: Node | None = cached_schema()
+def node_at(path: KeyPath, schema: Node | None = None) -> Node | None:
+    """Return the schema's node of a key path. ``schema``: default: that of the file."""
+    node: Node | None = cached_schema() if schema is None else schema
     for segment in path:
         node = child(node, segment) if node else None
     return node
@@ -130,18 +130,20 @@ def meant_path(path: KeyPath) -> KeyPath | None:
     if called := key_for(path):
         meant = tuple(called.partition(" ")[0].split("."))
         return meant if meant != path else None
-    if advice_for(path):
-        return None
-    elsewhere = _elsewhere(path)
+    return None if advice_for(path) else _similar(path)
+
+
+def _similar(path: KeyPath, *, any_section: bool = False) -> KeyPath | None:
+    """Return the only key of the same name in another section, else one of a similar name beside ``path``.
+
+    ``any_section``: without these, the first of several sections that have the name.
+    """
+    elsewhere = [key for key in all_keys() if key[-1] == path[-1]]
     if elsewhere and (len(elsewhere) == 1 or len(path) == 1):
         return elsewhere[0]
-    close = nearest(str(path[-1]), known_keys(path[:-1]))
-    return (*path[:-1], close) if close else None
-
-
-def _elsewhere(path: KeyPath) -> list[KeyPath]:
-    """Return the keys of other sections that have the same name as the last key of ``path``."""
-    return [found for found in all_keys() if found[-1] == path[-1]]
+    if close := nearest(str(path[-1]), known_keys(path[:-1])):
+        return (*path[:-1], close)
+    return elsewhere[0] if elsewhere and any_section else None
 
 
 def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
@@ -184,25 +186,22 @@ def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
     if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
         return with_blank(*unspaced)
     if path[0] == PROGRAM:  # the user's own names, of which ours are no synonyms
+        known = known_keys(path[:-1])
         if beside := key_beside(path):
             return f"did you mean {beside}?"
-        if close := nearest(str(path[-1]), known_keys(path[:-1])):
-            return f"did you mean {close}?"
+        otherwise = f"take it out; {dotted(path[:-1])} has the keys {', '.join(known)}"
         if len(path) == 2:
             of_job = job_key((path[-1],))
-            return f"write {dotted(of_job)}" if of_job else argument_remedy(str(path[-1]))
-        return f"take it out; {dotted(path[:-1])} has the keys {', '.join(known_keys(path[:-1]))}"
+            otherwise = f"write {dotted(of_job)}" if of_job else argument_remedy(str(path[-1]))
+        return suggestion(str(path[-1]), known, otherwise)
     called = key_for(path)
     if called and called != dotted(path):
         return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"
     if advice := advice_for(path):
         return advice
-    meant = meant_path(path)
-    elsewhere = _elsewhere(path)
-    if meant is None and elsewhere:
-        meant = elsewhere[0]
-    known = known_keys(path[:-1])
+    meant = _similar(path, any_section=True)
     if meant is None:
+        known = known_keys(path[:-1])
         keys = f"; {dotted(path[:-1]) or 'the file'} has the keys {', '.join(known)}" if known else ""
         return f"take it out{keys}"
     if rest and _exists(dotted(meant), rest):

@@ -1,4 +1,4 @@
-"""Remedies for wrong values, derived from the value and the schema's node of its key."""
+"""The values that a key accepts, by the schema's node of the key, and remedies for other values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hpc_train.experiment.config.keys import (
 )
 from hpc_train.experiment.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, dotted, related, shown, split_at_colon, with_blank
-from hpc_train.experiment.config.synonyms import value_for
-from hpc_train.registry import as_factory, nearest
+from hpc_train.experiment.config.synonyms import as_factory, value_for
+from hpc_train.registry import nearest
 
 #: Keys of sections that people may know by a value alone: ``parallel: fsdp``, ``ema: 0.999``.
 _MAIN_KEYS = (
@@ -365,3 +365,76 @@ def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
 def _in_gb(text: str) -> float | None:
     match = _MEMORY.fullmatch(text.strip().lower())
     return float(match[1]) * _GB[match[2]] if match else None
+
+
+def example_of(node: Node) -> str:
+    """Return an example value for a required key, as written in a file."""
+    if "examples" not in node:
+        return wanted(node)
+    example = in_flow(node["examples"][0])
+    is_number = any(member.get("type") in {"integer", "number"} for member in members(node))
+    return f"{example}, or {wanted(node)}" if is_number else example
+
+
+def wanted(node: Node) -> str:
+    """Describe the values that a schema node accepts: ``a whole number of 0 to 64``."""
+    return " or ".join(dict.fromkeys(_wanted(member) for member in members(node)))
+
+
+def _wanted(node: Node) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    match node.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "array":
+            return _wanted_list(node)
+        case "object":
+            required = ", ".join(node.get("required", []))
+            return f"a mapping with {required}" if required else "a mapping"
+        case "string":
+            return _wanted_text(node)
+    return "a value"
+
+
+def _wanted_text(node: Node) -> str:
+    if "examples" in node and "pattern" not in node:
+        return f"text like {', '.join(node['examples'])}"
+    if "maxLength" in node:
+        return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
+    unexplained = f"text that matches {node['pattern']}" if "pattern" in node else "text"
+    rule: str = node.get("patternErrorMessage", unexplained)
+    return rule
+
+
+def _wanted_list(node: Node) -> str:
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}, each {wanted(node['prefixItems'][0])}"
+    least, most = node.get("minItems"), node.get("maxItems")
+    if most is not None:
+        return f"a list of {least} to {most:,} values" if least else f"a list of at most {most:,} values"
+    return "a list of at least one value" if least else "a list"
+
+
+def _bounds(node: Node) -> str:
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    below = "2**63" if below == 2**63 else below
+    if low is not None and high is not None:
+        return f" of {low} to {high}"
+    lower = f"of at least {low}" if low is not None else f"above {above}" if above is not None else ""
+    upper = (
+        f"{'' if lower else 'of '}at most {high}"
+        if high is not None
+        else f"below {below}"
+        if below is not None
+        else ""
+    )
+    both = " and ".join(part for part in (lower, upper) if part)
+    return f" {both}" if both else ""

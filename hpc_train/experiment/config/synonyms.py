@@ -1,6 +1,6 @@
 """Names of keys, values, commands and options in other tools, with the equivalent here.
 
-``keys``, ``translations``, ``remedies`` and ``cli.corrections`` read the tables to suggest replacements for
+``keys``, ``explanations``, ``remedies`` and ``cli.corrections`` read the tables to suggest replacements for
 unknown names. The tables are in ``other_tools.yaml``; each target is a key path of the schema, which a test
 checks.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from hpc_train.experiment.config.problems import KeyPath, dotted
-from hpc_train.registry import as_factory, nearest, parts
+from hpc_train.registry import nearest, parts
 
 #: sbatch option → the equivalent key of the file.
 SBATCH_KEYS = {
@@ -185,10 +185,39 @@ def overrides_of(path: KeyPath, value: str) -> Iterator[str]:
         yield f"{key}={value_for(path, value) or value}"
 
 
+def swept_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the lists and distributions in nested mappings, by dotted key."""
+    for key, value in values.items():
+        if not isinstance(value, dict):
+            yield f"{prefix}{key}", value
+        elif (distribution := distribution_of(value)) is not None:
+            yield f"{prefix}{key}", distribution
+        else:
+            yield from swept_leaves(value, f"{prefix}{key}.")
+
+
+def distribution_of(value: Mapping[str, Any]) -> Any:
+    """Return the values, or the distribution here, of a parameter of wandb's sweeps; else None."""
+    if isinstance(values := value.get("values", value.get("choices")), list):
+        return values
+    bounds = [value.get("min"), value.get("max")]
+    if all(isinstance(bound, int | float) for bound in bounds):
+        is_log = str(value.get("distribution", "")).startswith("log")
+        return {"log_uniform" if is_log else "uniform": bounds}
+    return dict(value) if value.keys() & {"choice", "uniform", "log_uniform", "int", "log_int"} else None
+
+
 def without_module(text: str) -> str:
     """Return ``SGD`` for ``torch.optim.SGD``; other text unchanged."""
     module, dot, name = text.rpartition(".")
     return name if dot and module.partition(".")[0] in _LIBRARIES and name.isidentifier() else text
+
+
+def as_factory(name: str) -> str | None:
+    """Return ``models.net:build`` for ``models/net.py:build``; None if no path is before a colon."""
+    path, colon, attr = name.partition(":")
+    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
+    return f"{module}:{attr}" if colon and module != path else None
 
 
 def model_name(text: str) -> str | None:

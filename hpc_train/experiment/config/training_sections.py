@@ -229,8 +229,8 @@ class DataConfig(Section):
     """Data loader processes per rank. ``auto``: one less than the rank has CPUs, at most 16; with ``device:
     cpu``, which computes on all of them, at most one. 0: load in the rank's own process."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
-    """What to do with a sample that can't be read: ``fail`` ends the run, ``skip`` reports it and replaces it
-    by another sample."""
+    """Whether a sample that can't be read ends the run (``fail``), or is reported and replaced by another
+    sample (``skip``)."""
     max_bad_samples: PositiveInt = 10
     """With ``on_bad_sample: skip``: maximum number of different bad samples in the whole run. One more ends
     it."""

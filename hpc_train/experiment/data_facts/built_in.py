@@ -1,4 +1,4 @@
-"""The rows of the built-in data sets and tasks."""
+"""The rows of the built-in data sets, providers of models and tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc_train.experiment.data_facts import (
     root_layout,
     token_shards,
 )
-from hpc_train.experiment.data_facts.facts import DataFacts, TaskFacts
+from hpc_train.experiment.data_facts.facts import DataFacts, ModelFacts, TaskFacts
 from hpc_train.paths import expanded
 from hpc_train.registry import split_name
 
@@ -214,6 +214,41 @@ DATA_SETS = {
         fingerprint=token_shards.tokens_fingerprint,
         args=token_shards.TokensArgs,
         implementation="hpc_train.training.datasets.sources.tokens:build",
+    ),
+}
+
+#: The built-in providers of models, one row each.
+MODELS = {
+    "timm": ModelFacts(
+        implementation="hpc_train.training.models.timm:build",
+        modality="images",
+        listed_by="hpc_train.training.models.timm:listed_names",
+        example="timm/resnet50",
+        package="timm",
+        preprocessing="hpc_train.training.models.timm:preprocessing_of",
+        weights_from="hub",
+    ),
+    "torchvision": ModelFacts(
+        implementation="hpc_train.training.models.torchvision:build",
+        modality="images",
+        listed_by="hpc_train.training.models.torchvision:listed_names",
+        example="torchvision/resnet50",
+        package="torchvision",
+        preprocessing="hpc_train.training.models.torchvision:preprocessing_of",
+        weights_from="torch",
+    ),
+    "gpt": ModelFacts(implementation="hpc_train.training.models.gpt:build", modality="tokens"),
+    "hf": ModelFacts(implementation="hpc_train.training.models.huggingface:build"),
+    "smp": ModelFacts(
+        implementation="hpc_train.training.models.segmentation_models:build",
+        modality="images",
+        listed_by="hpc_train.training.models.segmentation_models:listed_names",
+        example="smp/unet",
+        package="segmentation-models-pytorch",
+        preprocessing="hpc_train.training.models.segmentation_models:preprocessing_of",
+        weights_from="hub",
+        names_weights=False,  # after the encoder
+        stride=32,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The facts of a data set or a task by its name, and the rules that follow from them."""
+"""The facts of a data set, provider of models or task by its name, and the rules that follow from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.built_in import DATA_SETS, TASKS
-from hpc_train.experiment.data_facts.facts import DataFacts, Target, TaskFacts
+from hpc_train.experiment.data_facts.built_in import DATA_SETS, MODELS, TASKS
+from hpc_train.experiment.data_facts.facts import DataFacts, ModelFacts, Target, TaskFacts
 from hpc_train.experiment.data_facts.listed_data import has_index, without_index
 from hpc_train.paths import expanded
 from hpc_train.registry import described, is_factory, load_traits, split_name
@@ -29,6 +29,11 @@ def data_facts(name: str) -> DataFacts:
         return DataFacts()
     provider = split_name(name)[0]
     return DATA_SETS.get(provider) or load_traits("datasets", provider, DataFacts())
+
+
+def provider_facts(model: str) -> ModelFacts:
+    """Return the facts of the provider of the model called ``model``; the defaults for one without a row."""
+    return ModelFacts() if is_factory(model) else MODELS.get(split_name(model)[0], ModelFacts())
 
 
 def task_facts(name: str) -> TaskFacts:

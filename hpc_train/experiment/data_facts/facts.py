@@ -1,4 +1,4 @@
-"""Facts about a data set or a task that are available without importing torch: one row for each.
+"""Facts about a data set, a task or a provider of models, without importing torch: one row for each.
 
 Validation and planning read these rows. ``built_in`` has the rows of this package; a plug-in exports its row
 as an entry point with the name of its data set or task, in the groups ``hpc_train.data_facts`` and
@@ -75,6 +75,30 @@ class DataFacts:
     fingerprint: Callable[[DataConfig], dict[str, str]] | None = None
     #: ``module:attr`` of a built-in data set's builder. A plug-in names it by an entry point instead.
     implementation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts about a provider of models. The defaults describe a plug-in's."""
+
+    #: ``module:attr`` of the builder. A plug-in names it by an entry point instead.
+    implementation: str = ""
+    #: The input of all its models; None: it depends on the model.
+    modality: Modality | None = None
+    #: ``module:function`` that returns kind → names, for ``model_facts.known_names``: of the models by the
+    #: provider's own name. Empty: its models are not listed.
+    listed_by: str = ""
+    #: If they are listed: a full name, and the pip package that has the names.
+    example: str = ""
+    package: str = ""
+    #: ``module:function`` of the ``models.base.WeightsPreprocessing`` for ``data.normalize: weights``.
+    preprocessing: str = ""
+    #: The server of the weights that ``model.pretrained: true`` loads; None: it depends on the model.
+    weights_from: Literal["hub", "torch"] | None = None
+    #: True if the files of these weights are named after the model.
+    names_weights: bool = True
+    #: Most models take images whose sides are multiples of it, in pixels.
+    stride: int = 1
 
 
 @dataclass(frozen=True)

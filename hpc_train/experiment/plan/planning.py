@@ -67,6 +67,11 @@ class PlannedRun:
         return self.experiment.parallel if isinstance(self.experiment, Experiment) else None
 
     @property
+    def has_degrees(self) -> bool:
+        """Whether the strategy has several degrees of parallelism."""
+        return self.parallel is not None and len(traits_of(self.parallel.strategy).degrees) > 1
+
+    @property
     def precision(self) -> str | None:
         """The file's ``precision``; None if the workload is not our trainer."""
         return self.experiment.precision if isinstance(self.experiment, Experiment) else None
@@ -129,6 +134,8 @@ class Plan:
 
     name: str
     runs: list[PlannedRun]
+    #: Ranks of each run on this machine, as the launcher chose them; None if the file gives the number.
+    devices: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the output of ``plan --json`` (a contract)."""

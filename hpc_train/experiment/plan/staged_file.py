@@ -21,8 +21,14 @@ from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.plan.sweep import run_id
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.child_process import one_child
-from hpc_train.experiment.validate.loading import STAGES, Loaded, Stage, load_document, read
-from hpc_train.experiment.validate.other_files import instead_of_missing
+from hpc_train.experiment.validate.loading import (
+    STAGES,
+    Loaded,
+    Stage,
+    instead_of_missing,
+    load_document,
+    read,
+)
 
 EXPORT, EVALUATE = "export", "evaluate"
 #: Keys of the training stage that a stage of ``export`` or ``evaluate`` shares.
@@ -239,14 +245,12 @@ def _shape_problems(entries: Any, path: Path) -> Iterator[Problem]:
         return
     for index, entry in enumerate(entries):
         place: KeyPath = (STAGES, index)
-        if isinstance(entry, str):
-            file = path.parent / entry
-            if not file.is_file():
-                yield Problem(place, f"there is no file {file}", instead_of_missing(file), code="stages.file")
-        elif not isinstance(entry, dict) or not entry:
-            yield Problem(place, f"is {shown(entry)}, not a stage", example, code="stages.list")
-        else:
+        if isinstance(entry, dict) and entry:
             yield from _section_problems(place, entry)
+        elif not isinstance(entry, str):
+            yield Problem(place, f"is {shown(entry)}, not a stage", example, code="stages.list")
+        elif not (file := path.parent / entry).is_file():
+            yield Problem(place, f"there is no file {file}", instead_of_missing(file), code="stages.file")
 
 
 def _section_problems(place: KeyPath, entry: Mapping[str, Any]) -> Iterator[Problem]:

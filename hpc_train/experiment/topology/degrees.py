@@ -56,6 +56,11 @@ class Degrees:
         """Return a rank's index along the ``tensor`` axis, whose ranks share each layer."""
         return rank % self.tensor
 
+    def __str__(self) -> str:
+        """Return the degrees above 1, like ``pipeline 2 × shard 4``; ``1`` if there are none."""
+        above = [f"{key} {size}" for key in AXES if (size := getattr(self, key)) > 1]
+        return " × ".join(above) or "1"
+
 
 class Ranks(NamedTuple):
     """A run's ranks: maximum, maximum on one node, and minimum; None: unknown before the start."""
@@ -76,12 +81,6 @@ def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> D
     """Return the degrees for this number of ranks, or the problem; without traits all are data-parallel."""
     degrees = _wanted(parallel, ranks, ranks_per_node)
     return degrees if degrees.world_size == ranks else _misfit(parallel, degrees, ranks, ranks_per_node)
-
-
-def in_words(degrees: Degrees) -> str:
-    """Return the degrees above 1, like ``pipeline 2 × shard 4``; ``1`` if there are none."""
-    above = [f"{key} {size}" for key in AXES if (size := getattr(degrees, key)) > 1]
-    return " × ".join(above) or "1"
 
 
 def _wanted(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees:
@@ -118,7 +117,7 @@ def _misfit(parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_no
     traits = traits_of(parallel.strategy)
     written = [key for key in traits.degrees if getattr(parallel, key) is not None]
     key = written[0] if written else "strategy"
-    message = f"{in_words(degrees)} needs {degrees.world_size} ranks, but there are {ranks}"
+    message = f"{degrees} needs {degrees.world_size} ranks, but there are {ranks}"
     remedy = f"take it out, or start {degrees.world_size} ranks"
     if traits.spans_node and not written:
         fitting = divisors(ranks)[1:2]

@@ -36,6 +36,29 @@ def with_share(experiment: J, num_runs: int) -> J:
     return experiment.model_copy(update={"slurm": share})
 
 
+def exceeded(
+    experiment: Job, predicted: Sequence[float | None], of_attempts: Sequence[float | None]
+) -> Problem | None:
+    """Return the problem if the planned runs need more GPU-hours than the budget, or one more than its share.
+
+    ``predicted``: of each run, None if unknown; ``of_attempts``: at most in one attempt of each.
+    """
+    count = planned_runs(experiment, len(predicted))
+    hours, attempt_hours = _of_all(predicted, count), _of_all(of_attempts, count)
+    return over_budget(experiment, hours, attempt_hours) or over_share(experiment, predicted, count)
+
+
+def _of_all(hours: Sequence[float | None], count: int) -> float | None:
+    """Return the sum over ``count`` runs; a search has proposed only these so far."""
+    proposed = total(hours)
+    return None if proposed is None or not hours else proposed / len(hours) * count
+
+
+def total(values: Sequence[float | None]) -> float | None:
+    """Return the sum; None if any value is unknown."""
+    return None if any(value is None for value in values) else float(sum(filter(None, values)))
+
+
 def over_share(experiment: Job, hours: Sequence[float | None], num_runs: int) -> Problem | None:
     """Return the problem if one run is predicted to need more than its share, after which it ends.
 

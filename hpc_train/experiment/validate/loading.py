@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.experiment.config import keys, marked_yaml
-from hpc_train.experiment.config.explanations import explain, failed_paths
+from hpc_train.experiment.config.explanations import explain, target_of
 from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import (
     COMMAND_LINE,
@@ -30,7 +31,8 @@ from hpc_train.experiment.config.schema import Job, kind_of
 from hpc_train.experiment.config.sweep_sections import SWEPT
 from hpc_train.experiment.config.training_sections import OF_STAGE
 from hpc_train.experiment.validate import rules
-from hpc_train.experiment.validate.other_files import instead_of_missing, why_not_yaml
+from hpc_train.paths import runs_root
+from hpc_train.registry import nearest
 
 #: Valid in the file itself, so not checked again for each run of a sweep.
 JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
@@ -38,6 +40,30 @@ JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
 STAGES = "stages"
 #: Parts of ``sweep`` with distributions instead of values.
 _DRAWN = ("random", "search")
+#: What to pass instead of a path that is not an experiment file.
+_DESCRIBE = (
+    "hpc-train trains the model, data and task that a YAML file names: `hpc-train init` writes one, and "
+    "model.name, data.name and task accept your own code as package.module:factory (docs/plugins.md)"
+)
+_SCRIPT = (
+    "to run it as it is, write a file with `name: my-run` and `program: {command: [python, FILE]}` "
+    "(docs/programs.md); to move its parts, " + _DESCRIBE
+)
+#: Suffixes → the kind of file, and what to do instead.
+_KINDS = {
+    ".py .pyw": ("a Python script", _SCRIPT),
+    ".ipynb": ("a notebook", _DESCRIBE),
+    ".sh .bash .slurm .sbatch .job .batch .pbs": (
+        "a batch script",
+        "hpc-train writes its own from the `slurm:` section of a YAML file, which `hpc-train init` writes",
+    ),
+    ".pt .pth .ckpt .bin .safetensors .onnx .tar": (
+        "a file of weights",
+        "write it as model.init_from in a YAML file; `hpc-train resume RUN` continues a run",
+    ),
+    ".toml .ini .cfg": ("not YAML", "`hpc-train init` writes an experiment file, exp.yaml"),
+}
+_BY_SUFFIX = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in suffixes.split()}
 
 
 @dataclass(frozen=True)
@@ -158,6 +184,43 @@ def _content(path: Path) -> bytes:
         raise BadFileError(ProblemLine(one_line(message), "file.unreadable", "")) from error
 
 
+def why_not_yaml(path: Path) -> str | None:
+    """Return what the file is and what to do instead; None if it may be an experiment file."""
+    kind, remedy = _BY_SUFFIX.get(path.suffix.lower(), ("", ""))
+    remedy = remedy.replace("FILE]", f"{path.name}]")
+    return f"{path}: is {kind}, not an experiment file; {remedy}" if kind else None
+
+
+def instead_of_missing(path: Path) -> str:
+    """Return what to write instead of a path that can't be read: a file beside it, or a command for a run."""
+    folder = path if path.is_dir() else path.parent
+    names = {str(folder / name): name for name in sorted(_yaml_files(folder))}
+    if path.is_dir():
+        return f"write {next(iter(names))}" if names else "give the path of an experiment file"
+    for suffix in (".yaml", ".yml"):
+        if str(path.with_name(f"{path.name}{suffix}")) in names:
+            return f"write {path}{suffix}"
+    if _is_run(str(path)):
+        return f"it is a run: `hpc-train status {path}` shows it, `hpc-train resume {path}` continues it"
+    if close := nearest(str(path), names):
+        return f"did you mean {close}?"
+    return "give the path of an experiment file; `hpc-train init` writes one"
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir() if entry.suffix in {".yaml", ".yml"}]
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return []
+
+
+def _is_run(word: str) -> bool:
+    if not word.isprintable() or word in {"", ".", ".."}:
+        return False
+    root = runs_root()
+    return (root / word).is_dir() or ("/" not in word and any(root.glob(f"*/{glob.escape(word)}*")))
+
+
 def _as_yaml(content: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(dict(content), ensure_ascii=False).encode(errors="surrogatepass")
@@ -214,19 +277,45 @@ def _judge(
 ) -> tuple[Job | None, list[Problem]]:
     """Return the experiment, if it fits the schema, and all problems except those of ``reported`` keys."""
     problems: list[Problem] = []
-    experiment = judged = None
+    experiment = None
     try:
-        experiment = judged = kind_of(data).model_validate(data)
+        experiment = kind_of(data).model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
         if keys.means_program(data):  # not what our trainer's file lacks
             problems = [problem for problem in problems if problem.code != "key.missing"]
-        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
-    failed = reported | failed_paths(problems, data)
+    failed = _failed_paths(problems, data)
+    judged = experiment or _salvaged(data, failed | {problem.path for problem in problems})
     problems = [problem for problem in problems if problem.path not in reported]
     if judged is not None:
-        problems += rules.check(judged, failed, check_names=check_names)
+        problems += rules.check(judged, reported | failed, check_names=check_names)
     return experiment, problems
+
+
+def _failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
+    """Return the keys of ``data`` that the rules can't rely on: invalid keys, those that an unknown key
+    probably means, and mappings of which no key is valid.
+    """
+    failed: set[KeyPath] = set()
+    invalid = {problem.path for problem in problems}
+    for problem in problems:
+        path, is_unknown = problem.path, problem.code == "key.unknown"
+        if not is_unknown and not _is_free(path):
+            failed.add(path)
+        elif meant := target_of(path):
+            failed.add(meant)
+        if is_unknown:
+            # The first part that is not in the schema, which may wrap the key.
+            ends = (end for end in range(1, len(path)) if keys.node_at(path[:end]) is None)
+            failed.add(path[: next(ends, len(path))])
+        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in keys.value_at(data, path[:-1])):
+            failed.add(path[:-1])
+    return failed
+
+
+def _is_free(path: KeyPath) -> bool:
+    """Tell whether the user chose the key's name, in a mapping whose other keys can be checked without it."""
+    return not isinstance(path[-1], int) and not keys.known_keys(path[:-1])
 
 
 def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Job | None:
@@ -282,16 +371,14 @@ def _at_value(problem: Problem, places: Mapping[str, KeyPath], values: Mapping[s
             path = keys.split_key(key)
             if any(related(path, other) for other in concerned):
                 below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
-                message = problem.message if below or problem.path == path else _named(problem)
+                is_its = below or problem.path == path
+                whole = f"{'.'.join(map(str, problem.path))}: {problem.message}"
+                message = problem.message if is_its else whole
                 if place[1] in _DRAWN:  # the file has no value there
                     message += f" ({key} is {shortened(str(values[key]))})"
                     below = ()
                 return replace(problem, path=(*place, *below), message=message)
     return problem
-
-
-def _named(problem: Problem) -> str:
-    return f"{'.'.join(map(str, problem.path))}: {problem.message}"
 
 
 #: A key beside the section, and where.

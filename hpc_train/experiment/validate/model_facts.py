@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hpc_train.experiment.data_facts.built_in import MODELS
 from hpc_train.experiment.validate.child_process import ChildError, one_child
 from hpc_train.paths import cache_folder
 
@@ -29,9 +30,9 @@ CHILD_LIMIT_S = 180
 _NAMES = "hpc_train.training.models.names:list_names"
 _FACTS = "hpc_train.training.strategies.model_facts:answer"
 _TENSORS = "hpc_train.training.strategies.model_facts:tensors"
-_PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
 #: The providers whose models the child can build.
-PROVIDERS = frozenset({"timm", "torchvision", "smp"})
+PROVIDERS = {name: facts for name, facts in MODELS.items() if facts.listed_by}
+_PACKAGES = ("hpc-train", "torch", *(facts.package for facts in PROVIDERS.values()))
 #: Increase it when the child's answers change: a checkout's version of hpc-train does not show that.
 _ANSWERS = 7
 

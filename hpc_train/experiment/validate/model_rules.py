@@ -1,12 +1,12 @@
 """Rules on the model: its arguments, and whether it takes images of their size and channels.
 
 Sizes and channels are checked if the file or the facts of the data set give them; for others ``prepare`` and
-the ranks find out. ``models.segmentation_models`` raises the same problems of smp's models.
+the ranks find out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -18,99 +18,13 @@ from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.data_facts import image_facts
 from hpc_train.experiment.data_facts.built_in import TASKS
-from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.experiment.data_facts.by_name import data_facts, provider_facts
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.base import rule
-from hpc_train.experiment.validate.logging_rules import not_installed
 from hpc_train.experiment.validate.part_rules import own_arguments
-from hpc_train.registry import is_factory, nearest, split_name
+from hpc_train.registry import is_factory, split_name
 
 _ARGS: KeyPath = ("model", "args")
-#: Starts the names of timm's encoders.
-OF_TIMM = "tu-"
-_OF_THE_DATA = "take it out; it follows from the data"
-_OF_THE_TASK = "take it out; the task needs the logits of each pixel, and nothing else"
-#: Arguments of the library's classes that no file can set → the remedy.
-OWNED = {
-    "encoder_weights": "write model.pretrained",
-    "classes": _OF_THE_DATA,
-    "in_channels": _OF_THE_DATA,
-    "activation": _OF_THE_TASK,
-    "aux_params": _OF_THE_TASK,
-}
-
-
-def is_smp(name: str) -> bool:
-    """Return True if ``model.name`` is ``smp/<architecture>``."""
-    return not is_factory(name) and split_name(name)[0] == "smp"
-
-
-def owned_arguments(args: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield the problems of arguments that follow from other keys, from the data or from the task."""
-    for name in args:
-        if name in OWNED:
-            yield Problem((*_ARGS, name), "is not allowed here", OWNED[name], on_key=True)
-
-
-def encoder_problem(name: object, of_smp: Collection[str], of_timm: Collection[str]) -> Problem | None:
-    """Return the problem with ``encoder_name``: neither one of the library's ``of_smp`` nor ``tu-`` and one
-    ``of_timm``, with or without a tag.
-    """
-    path = (*_ARGS, "encoder_name")
-    if not isinstance(name, str):
-        return Problem(path, f"{shortened(repr(name))} is not a name", "write one, like resnet34")
-    if name in of_smp:
-        return None
-    base = name.removeprefix(OF_TIMM).partition(".")[0]
-    if name.startswith(OF_TIMM) and base in of_timm:
-        return None
-    # A timm encoder with a wrong or missing prefix is an exact match.
-    close = f"{OF_TIMM}{base}" if base in of_timm else _nearest_encoder(name, base, of_smp, of_timm)
-    remedy = f"did you mean {close}?" if close else f"write one like resnet34, or {OF_TIMM}<name of timm>"
-    return Problem(path, f"smp has no encoder '{shortened(name)}'", remedy)
-
-
-def _nearest_encoder(name: str, base: str, of_smp: Collection[str], of_timm: Collection[str]) -> str | None:
-    if not name.startswith(OF_TIMM):
-        return nearest(name, of_smp)
-    close = nearest(base, of_timm)
-    return f"{OF_TIMM}{close}" if close else None
-
-
-@rule("model.smp-arguments", "model.name", "model.args")
-def smp_owns_its_arguments(experiment: Experiment) -> Iterator[Problem]:
-    """Classes, channels and weights of smp's models must not be in ``model.args``."""
-    if is_smp(experiment.model.name):
-        yield from owned_arguments(experiment.model.args)
-
-
-@rule("task.smp", "model.name", "task")
-def smp_models_are_for_segmentation(experiment: Experiment) -> Iterator[Problem]:
-    """Built-in tasks other than ``segmentation`` can't use a class per pixel."""
-    if is_smp(experiment.model.name) and experiment.task in ("classification", "regression"):
-        message = f"{experiment.task} can't use {shortened(experiment.model.name)}, which returns masks"
-        yield Problem(("task",), message, "write segmentation")
-
-
-@rule("model.smp-missing", "model.name", "environment.python", "environment.container", looks_up_names=True)
-def smp_is_installed(experiment: Experiment) -> Iterator[Problem]:
-    """``smp/…`` needs the package, if the ranks use this command's Python."""
-    name = experiment.model.name
-    if is_smp(name) and (message := not_installed(experiment.environment, "segmentation_models_pytorch")):
-        yield Problem(("model", "name"), message, "run pip install 'hpc-train[smp]', or name another model")
-
-
-@rule("model.encoder", "model.name", "model.args", looks_up_names=True)
-def encoder_is_known(experiment: Experiment) -> Problem | None:
-    """smp or timm must know the encoder."""
-    if not is_smp(experiment.model.name) or "encoder_name" not in experiment.model.args:
-        return None
-    of_smp, of_timm = model_facts.known_names("smp_encoders"), model_facts.known_names("timm")
-    if of_smp is None or of_timm is None:
-        return None
-    return encoder_problem(experiment.model.args["encoder_name"], of_smp, of_timm)
-
-
 _IMAGE_SIZE: KeyPath = ("data", "image_size")
 #: As that of ``data.image_size``.
 _MAX_SIZE = 8192
@@ -136,7 +50,7 @@ def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
         yield problem
     # Models of other providers for masks take any size.
     sides = experiment.data.eval_height_and_width if experiment.data.eval_size is not None else None
-    if sides is None or not is_smp(experiment.model.name):
+    if sides is None or provider_facts(experiment.model.name).stride == 1:
         return
     if problem := _size_problem(experiment, ("data", "eval_size"), _square_or_sides(sides)):
         yield problem
@@ -170,7 +84,11 @@ def _key_of_size(experiment: Experiment) -> KeyPath | None:
 
 def _written_size(experiment: Experiment, key: KeyPath) -> int | list[int] | None:
     data = experiment.data
-    if key == _IMAGE_SIZE and is_smp(experiment.model.name) and data.height_and_width is not None:
+    if (
+        key == _IMAGE_SIZE
+        and provider_facts(experiment.model.name).stride > 1
+        and data.height_and_width is not None
+    ):
         return _square_or_sides(data.height_and_width)
     size = data.image_size if key == _IMAGE_SIZE else data.args[str(key[-1])]
     return size if type(size) is int and 0 < size <= _MAX_SIZE else None

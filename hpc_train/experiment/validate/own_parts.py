@@ -18,7 +18,8 @@ from pathlib import Path
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment, SlurmConfig
-from hpc_train.registry import as_factory, is_factory, lacking_module, nearest
+from hpc_train.experiment.config.synonyms import as_factory
+from hpc_train.registry import is_factory, lacking_module, nearest
 
 #: A larger module is not parsed.
 _MAX_BYTES = 4 << 20

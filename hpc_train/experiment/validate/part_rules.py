@@ -14,6 +14,7 @@ from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.problems import KeyPath, Problem, split_at_colon, with_blank
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.synonyms import data_name, model_name, value_for
+from hpc_train.experiment.data_facts.built_in import DATA_SETS, MODELS
 from hpc_train.experiment.data_facts.by_name import data_facts, missing_root
 from hpc_train.experiment.topology.degrees import AXES, problem_of_stages
 from hpc_train.experiment.topology.strategy_traits import problems_of_arguments, taking, traits_of
@@ -22,10 +23,10 @@ from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_part
 
 #: Providers whose names need a part after the slash, with an example.
-_MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50", "smp": "smp/unet"}
+_MODEL_EXAMPLES = {provider: facts.example for provider, facts in MODELS.items() if facts.example}
 #: Kind and provider → an example.
 _EXAMPLES = {("model", provider): example for provider, example in _MODEL_EXAMPLES.items()} | {
-    ("data", "torchvision"): "torchvision/CIFAR10"
+    ("data", provider): facts.example for provider, facts in DATA_SETS.items() if facts.example
 }
 #: Section of ``args`` → argument → the key to write instead.
 _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
@@ -220,7 +221,7 @@ def schedules_belong_to_pipelines(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("model.unknown", "model.name", looks_up_names=True)
 def model_is_known(experiment: Experiment) -> Iterator[Problem]:
-    """timm, torchvision or smp must know the model."""
+    """A provider that lists its models must have this one."""
     provider, rest = split_name(experiment.model.name)
     if provider in _MODEL_EXAMPLES and rest and not is_factory(experiment.model.name):
         # A tag after the dot selects the weights, not the model.

@@ -14,7 +14,7 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import KeyPath, Problem, is_clean
 from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.training_sections import OF_STAGE, WEIGHT_FILES
-from hpc_train.experiment.data_facts.built_in import TASKS
+from hpc_train.experiment.data_facts.built_in import MODELS, TASKS
 from hpc_train.experiment.data_facts.image_facts import not_for_masks, only_for_masks
 from hpc_train.experiment.topology import batch_arithmetic
 from hpc_train.experiment.topology.degrees import find_degrees, problem_of_schedule
@@ -28,6 +28,7 @@ from hpc_train.experiment.validate import (  # noqa: F401 (they register their r
     part_rules,
     program_rules,
     slurm_rules,
+    smp_rules,
     sweep_rules,
     task_rules,
 )
@@ -209,6 +210,10 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
         yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
 
 
+#: Providers whose weights may define mean and std.
+_NORMALIZING = [name for name, facts in MODELS.items() if facts.preprocessing]
+
+
 @rule("normalize.weights", "data.normalize", "model.name", "model.pretrained", "model.init_from")
 def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
     """``normalize: weights`` needs pretrained weights that define it."""
@@ -217,9 +222,12 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
         return
     if normalize.mean or normalize.std:
         yield Problem(path, "has mean or std in addition to from_weights", "write normalize: weights")
-    elif not experiment.model.name.startswith(("timm/", "torchvision/", "smp/")):
-        others = "only timm's, torchvision's and smp's do"
-        message = f"weights of {experiment.model.name} define no mean and std ({others})"
+    elif not experiment.model.name.startswith(tuple(f"{name}/" for name in _NORMALIZING)):
+        *others, last = (f"{name}'s" for name in _NORMALIZING)
+        message = (
+            f"weights of {experiment.model.name} define no mean and std "
+            f"(only {', '.join(others)} and {last} do)"
+        )
         yield Problem(path, message, "write {mean: […], std: […]}")
     elif experiment.model.pretrained is False and experiment.model.init_from is None:
         message = "weights needs model.pretrained or model.init_from"

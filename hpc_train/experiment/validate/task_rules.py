@@ -16,13 +16,19 @@ from hpc_train.experiment.config.remedies import usual_mode
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.synonyms import value_for
 from hpc_train.experiment.data_facts.built_in import TASKS
-from hpc_train.experiment.data_facts.by_name import data_facts, target_of, task_facts, task_misfit
+from hpc_train.experiment.data_facts.by_name import (
+    data_facts,
+    provider_facts,
+    target_of,
+    task_facts,
+    task_misfit,
+)
 from hpc_train.experiment.data_facts.facts import DiceArgs, Losses, Modality
 from hpc_train.experiment.data_facts.image_facts import KEYS_OF_IMAGE_FILES, changed_keys, is_detector
 from hpc_train.experiment.validate.base import rule
 from hpc_train.experiment.validate.part_rules import own_arguments, rest_not_taken
 from hpc_train.paths import expanded
-from hpc_train.registry import is_factory, split_name, suggestion
+from hpc_train.registry import suggestion
 
 _LOSS = ("optimization", "loss")
 #: The prefix of the averaged weights' metrics.
@@ -189,13 +195,7 @@ def _modes(experiment: Experiment) -> Iterator[tuple[KeyPath, str, str]]:
         yield ("sweep", "search"), search.metric, search.mode
 
 
-_TEXT_MODELS = ("gpt",)
-_IMAGE_MODELS = ("timm", "torchvision", "smp")
 _ARGS: KeyPath = ("data", "args")
-
-
-def _provider(name: str) -> str:
-    return "" if is_factory(name) else split_name(name)[0]
 
 
 def _modality(experiment: Experiment) -> Modality | None:
@@ -214,9 +214,10 @@ def task_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
 def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
     """``gpt`` needs text; models of timm, torchvision and smp need images."""
     model, data, path = experiment.model.name, experiment.data.name, ("model", "name")
-    if _provider(model) in _IMAGE_MODELS and _modality(experiment) == "tokens":
+    modalities = provider_facts(model).modality, _modality(experiment)
+    if modalities == ("images", "tokens"):
         yield Problem(path, f"{shortened(model)} reads images, and {shortened(data)} has tokens", "write gpt")
-    if _provider(model) in _TEXT_MODELS and _modality(experiment) == "images":
+    if modalities == ("tokens", "images"):
         yield needs_tokens(shortened(model), shortened(data))
 
 
@@ -227,7 +228,7 @@ def detectors_are_for_detection(experiment: Experiment) -> Iterator[Problem]:
     if task not in TASKS:
         return
     takes_targets, name = task_facts(task).needs_whole_model, shortened(model)
-    if takes_targets and _provider(model) in (*_IMAGE_MODELS, *_TEXT_MODELS) and not is_detector(model):
+    if takes_targets and provider_facts(model).modality is not None and not is_detector(model):
         remedy = "write a detector, like torchvision/fasterrcnn_resnet50_fpn_v2"
         yield Problem(("model", "name"), f"{name} returns no boxes, and {task} needs them", remedy)
     if is_detector(model) and not takes_targets:
@@ -244,7 +245,7 @@ def needs_tokens(model: str, data: str) -> Problem:
 def gpt_stands_alone(experiment: Experiment) -> Problem | None:
     """``gpt`` and ``text`` take no name after a slash."""
     name = experiment.model.name
-    return rest_not_taken(("model", "name"), name) if _provider(name) in _TEXT_MODELS else None
+    return rest_not_taken(("model", "name"), name) if provider_facts(name).modality == "tokens" else None
 
 
 _KEYS_OF_IMAGES = ("transform", "augment", "image_size", "eval_crop", "interpolation", "normalize")

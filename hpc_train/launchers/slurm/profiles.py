@@ -18,11 +18,11 @@ from pydantic import ValidationError
 
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.explanations import wanted
 from hpc_train.experiment.config.fields import ScriptPath, Section, pattern
 from hpc_train.experiment.config.keys import as_mapping, child, value_at
 from hpc_train.experiment.config.marked_yaml import EMPTY, MAX_BYTES, read_document
 from hpc_train.experiment.config.problems import KeyPath, Problem, Source, is_clean, shown
+from hpc_train.experiment.config.remedies import wanted
 from hpc_train.experiment.config.schema import Job, SlurmConfig
 from hpc_train.experiment.validate import slurm_rules
 from hpc_train.registry import nearest, suggestion

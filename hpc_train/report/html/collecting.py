@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import itemgetter, lt
 from pathlib import Path
 from typing import Any
 
@@ -319,12 +320,12 @@ def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] 
     """Return at most ``max_points`` of each metric, except names that begin with one of ``omitted``."""
     # By split, then by name: hashing a ``Metric`` per value would take most of the time.
     by_split: dict[str, dict[str, Curve]] = {}
-    for row in rows:
-        step, split = row.get("step"), row.get("split")
-        if type(step) is int and 0 <= step < MAX_STEP and isinstance(split, str):
-            if omitted and split != "train":
-                row = {name: value for name, value in row.items() if not name.startswith(omitted)}  # noqa: PLW2901
-            _add(by_split.setdefault(split, {}), row, step)
+    rows_by_split: dict[str, list[Row]] = {}
+    for row in filter(_has_place, rows):
+        rows_by_split.setdefault(row["split"], []).append(row)
+    for split, of_split in rows_by_split.items():
+        for _, alike in groupby(of_split, tuple):
+            _add(by_split.setdefault(split, {}), list(alike), () if split == "train" else omitted)
     curves = [
         (_metric(split, name), curve)
         for split, by_name in by_split.items()
@@ -343,14 +344,16 @@ def _metric(split: str, name: str) -> Metric:
 def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict[Metric, int]:
     """Return each metric's last step with NaN or infinity (null in rows) after all its finite values."""
     ends: dict[Metric, int] = {}
-    for row in rows:
-        step, split = row.get("step"), row.get("split")
-        if type(step) is not int or not 0 <= step < MAX_STEP or not isinstance(split, str):
-            continue
-        for name, value in row.items():
+    newest: dict[str, set[str]] = {}  # by split, the names whose newest value was seen
+    for row in sorted(filter(_has_place, rows), key=itemgetter("step"), reverse=True):
+        step, split = row["step"], row["split"]
+        seen = newest.setdefault(split, set())
+        for name in row.keys() - seen:
+            value = row[name]
             if value is None or (type(value) is float and not math.isfinite(value)):
-                metric = Metric(split, name)
-                ends[metric] = max(step, ends.get(metric, 0))
+                ends[Metric(split, name)] = step
+            if value is None or (type(value) in _NUMBERS and number(value) is not None):
+                seen.add(name)
     return {
         metric: step
         for metric, step in ends.items()
@@ -358,23 +361,45 @@ def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict
     }
 
 
-def _add(curves: dict[str, Curve], row: Row, step: int) -> None:
-    wait = _data_wait(row)
-    for name, value in (row if wait is None else {**row, DATA_WAIT.name: wait}).items():
-        if type(value) not in _NUMBERS or name in POSITION:
-            continue
-        finite = value if type(value) is float else number(value)
-        if finite is None or not math.isfinite(finite):
-            continue
+def _has_place(row: Row) -> bool:
+    step = row.get("step")
+    return type(step) is int and 0 <= step < MAX_STEP and isinstance(row.get("split"), str)
+
+
+def _add(curves: dict[str, Curve], rows: Sequence[Row], omitted: tuple[str, ...]) -> None:
+    """Append the values of rows of one split that have the same names."""
+    names = [name for name in rows[0] if name not in POSITION and not (omitted and name.startswith(omitted))]
+    columns = {name: [row[name] for row in rows] for name in names}
+    waits = list(map(_data_wait, rows))
+    if waits.count(None) < len(waits):
+        own = columns.get(DATA_WAIT.name, waits)
+        columns[DATA_WAIT.name] = [
+            old if wait is None else wait for wait, old in zip(waits, own, strict=True)
+        ]
+    steps = array("q", [row["step"] for row in rows])
+    is_ascending = all(map(lt, steps, steps[1:]))
+    for name, values in columns.items():
+        all_finite = set(map(type, values)) == {float} and all(map(math.isfinite, values))
         curve = curves.get(name)
         if curve is None:
-            if len(curves) >= limits.METRICS:
+            if len(curves) >= limits.METRICS or not (all_finite or any(_finite(steps, values))):
                 continue
             curve = curves[name] = Curve(array("q"), array("d"))
-        steps = curve.steps
-        if not steps or step > steps[-1]:
-            steps.append(step)
-            curve.values.append(finite)
+        if all_finite and is_ascending and (not curve.steps or steps[0] > curve.steps[-1]):
+            curve.steps.extend(steps)
+            curve.values.extend(values)
+            continue
+        for step, value in _finite(steps, values):
+            if not curve.steps or step > curve.steps[-1]:
+                curve.steps.append(step)
+                curve.values.append(value)
+
+
+def _finite(steps: Iterable[int], values: Iterable[Any]) -> Iterator[tuple[int, float]]:
+    for step, value in zip(steps, values, strict=True):
+        finite = number(value) if type(value) in _NUMBERS else None
+        if finite is not None and math.isfinite(finite):
+            yield step, finite
 
 
 def _data_wait(row: Row) -> float | None:

@@ -80,7 +80,12 @@ class Scale:
             low = self.low / 2  # halves: the difference of two floats may overflow
             span = self.high / 2 - low
             above = [value / 2 - low for value in values]
-        return [min(max(part / span, 0.0), 1.0) if span > 0 else 0.5 for part in above]
+        if not span > 0:  # or not a number
+            return [0.5] * len(above)
+        shares = [part / span for part in above]
+        if shares and min(shares) >= 0 and max(shares) <= 1:  # most are: the scale is made of the values
+            return shares
+        return [min(max(share, 0.0), 1.0) for share in shares]
 
     def ticks(self, about: int = 4) -> list[float]:
         """Return about this many round numbers within the scale, in ascending order."""

@@ -162,7 +162,10 @@ def stream_seed(seed: int, step: int, number: int) -> int:
 
 @lru_cache(maxsize=2)  # training and an evaluation
 def _step_seed(seed: int, step: int) -> int:
-    return splitmix64(splitmix64(seed) ^ step)
+    return splitmix64(_seed_word(seed) ^ step)
+
+
+_seed_word = lru_cache(maxsize=2)(splitmix64)
 
 
 def seed_forward(seed: int, step: int, number: int, device: torch.device, stage: int = 0) -> None:

@@ -128,8 +128,9 @@ class SlotReader(Dataset[Read | Failure]):
             return Failure(str(error))
         except TransientStorageError as error:
             return Failure(str(error), kind="transient")
-        valid = torch.ones(len(slot.indices), dtype=torch.bool)
-        if slot.num_valid < len(valid):
+        count = slot.indices.shape[0]
+        valid = torch.ones(count, dtype=torch.bool)
+        if slot.num_valid < count:
             valid[slot.num_valid :] = False
         if bad and self._part == "val":
             valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])

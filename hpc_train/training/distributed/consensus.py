@@ -43,6 +43,8 @@ class Consensus(StepFlags):
         return self.has_failed or self.is_non_finite or self.bad_samples > 0
 
 
+#: The result of nearly all steps.
+_NOTHING = Consensus()
 #: Number of flags among a rank's numbers, one bit each; the bad samples follow.
 _NUM_FLAGS = 5
 _MOST_BAD_SAMPLES = (1 << NUM_BITS - _NUM_FLAGS) - 1
@@ -103,6 +105,8 @@ class Agreement:
             counts = self._array.tolist()
         elif self._flag:  # single rank: a signal since begin counts, too
             counts = (1, *counts[1:])
+        if not any(counts):
+            return _NOTHING
         stop, save, has_failed, is_waiting, is_non_finite, bad_samples = counts
         return Consensus(save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples, stop > 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -26,6 +26,32 @@ class ModelBuilder(Protocol):
         ``config.pretrained``, loaded and the head replaced for ``info.num_classes``. ``download`` is true
         only in ``hpc-train prepare``. Raises BadFileError, starting with a key path (``model.args: …; …``).
         """
+
+
+class Preprocessing(NamedTuple):
+    """How images were prepared when a model's pretrained weights were trained."""
+
+    #: One value per channel, for pixels in [0, 1].
+    mean: list[float]
+    std: list[float]
+    #: None if the weights were not trained on images cropped this way: the file's value applies.
+    interpolation: str | None = None
+    eval_crop: float | None = None
+
+
+class WeightsPreprocessing(Protocol):
+    """A provider's function for ``data.normalize: weights``."""
+
+    def __call__(self, rest: str, config: ModelConfig, *, download: bool) -> Preprocessing:
+        """Return the preprocessing of the model's pretrained weights; use the network only with ``download``.
+
+        Raises BadFileError if there are no such weights, or if they define none that is supported.
+        """
+
+
+def no_preprocessing(problem: str) -> BadFileError:
+    """Return the error for pretrained weights that define no supported preprocessing."""
+    return BadFileError(f"data.normalize: {problem}; write {{mean: […], std: […]}}")
 
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")

@@ -8,37 +8,27 @@ from __future__ import annotations
 
 import inspect
 import json
+import pkgutil
 from contextlib import suppress
 
-from hpc_train.errors import BadFileError
+from hpc_train.experiment.data_facts.built_in import MODELS
 
 
 def list_names() -> dict[str, list[str]]:
     """Return the names of the built-in providers and optimizers."""
-    import timm
     import timm.optim
     from torchvision import datasets
 
-    from hpc_train.training.models.torchvision import model_names
-
+    of_models: dict[str, list[str]] = {}
+    for facts in MODELS.values():
+        if facts.listed_by:
+            of_models |= pkgutil.resolve_name(facts.listed_by)()
     return {
-        "timm": timm.list_models(),
-        "torchvision": model_names(),
+        **of_models,
         "datasets": sorted(name for name in datasets.__all__ if _has_splits(getattr(datasets, name))),
         "timm_optimizers": timm.optim.list_optimizers(),
         **_optimizer_arguments(),
-        **_smp_names(),
     }
-
-
-def _smp_names() -> dict[str, list[str]]:
-    """Return the architectures and encoders of smp; nothing if it is not installed."""
-    from hpc_train.training.models import segmentation_models
-
-    try:
-        return {"smp": segmentation_models.architectures(), "smp_encoders": segmentation_models.encoders()}
-    except BadFileError:
-        return {}
 
 
 def _optimizer_arguments() -> dict[str, list[str]]:

@@ -19,16 +19,30 @@ from torch import nn
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
-from hpc_train.experiment.validate.model_rules import OF_TIMM, OWNED, encoder_problem, owned_arguments
 from hpc_train.experiment.validate.part_rules import unlisted
+from hpc_train.experiment.validate.smp_rules import OF_TIMM, OWNED, encoder_problem, owned_arguments
 from hpc_train.registry import importing
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.base import no_weights, parameter_names, unknown_argument, wrong_arguments
+from hpc_train.training.models.base import (
+    Preprocessing,
+    no_weights,
+    parameter_names,
+    unknown_argument,
+    wrong_arguments,
+)
 from hpc_train.training.models.timm import hub_access, refuse_uncached_url
 from hpc_train.training.models.weights import hub_report, keep_report, load_weights
 
 #: The weights of encoders that ``model.pretrained: true`` loads; timm's have a tag in their names instead.
 _WEIGHTS = "imagenet"
+
+
+def listed_names() -> dict[str, list[str]]:
+    """Return the architectures and encoders of smp; nothing if it is not installed."""
+    try:
+        return {"smp": architectures(), "smp_encoders": encoders()}
+    except BadFileError:
+        return {}
 
 
 def architectures() -> list[str]:
@@ -78,7 +92,7 @@ def _refuse_without_weights(encoder: str) -> None:
         )
 
 
-def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> tuple[list[float], list[float]]:
+def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> Preprocessing:
     """Return mean and std per channel that the encoder's pretrained weights were trained with.
 
     Raises BadFileError if they are not available; uses the network only with ``download``.
@@ -92,7 +106,7 @@ def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> tuple
             f"data.normalize: the weights of the encoder {encoder} want {spec['input_space']} images in the "
             f"range {spec['input_range']}, and only RGB in [0, 1] is supported; name another encoder"
         )
-    return spec["mean"], spec["std"]
+    return Preprocessing(spec["mean"], spec["std"])
 
 
 def _library() -> Any:

@@ -18,11 +18,22 @@ from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.base import no_weights, parameter_names, wrong_arguments
+from hpc_train.training.models.base import (
+    Preprocessing,
+    no_preprocessing,
+    no_weights,
+    parameter_names,
+    wrong_arguments,
+)
 from hpc_train.training.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 
 #: Arguments of timm.create_model that name files to read, or have separate keys.
 _OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
+def listed_names() -> dict[str, list[str]]:
+    """Return the names after ``timm/``."""
+    return {"timm": timm.list_models()}
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
@@ -76,6 +87,23 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
         raise no_weights(f"timm/{name}", error) from error
     keep_report(model, hub_report(model, f"the hub (timm/{name})", _random_head(model), _resized(model)))
     return model
+
+
+def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> Preprocessing:
+    """Return the preprocessing in timm's entry for the weights; the network is not used."""
+    try:
+        weights = timm.get_pretrained_cfg(rest)
+    except RuntimeError:  # no such tag: building the model reports it
+        weights = None
+    if weights is None or not weights.has_weights:
+        raise no_preprocessing(f"timm/{rest} has no pretrained weights that define mean and std")
+    if weights.crop_mode != "center":
+        raise no_preprocessing(
+            f"the weights of timm/{rest} want crop_mode {weights.crop_mode}, and only center is supported"
+        )
+    return Preprocessing(
+        list(weights.mean), list(weights.std), str(weights.interpolation), float(weights.crop_pct)
+    )
 
 
 def _random_head(model: nn.Module) -> set[str]:

@@ -25,7 +25,14 @@ from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.data_facts.image_facts import is_detector, model_problem
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.base import no_weights, parameter_names, unknown_argument, wrong_arguments
+from hpc_train.training.models.base import (
+    Preprocessing,
+    no_preprocessing,
+    no_weights,
+    parameter_names,
+    unknown_argument,
+    wrong_arguments,
+)
 from hpc_train.training.models.weights import (
     StateDict,
     head_name,
@@ -51,6 +58,11 @@ def model_names() -> list[str]:
     """Return the names of torchvision's classification and segmentation models and detectors."""
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
     return [*names, *_segmentation_names(), *detector_names()]
+
+
+def listed_names() -> dict[str, list[str]]:
+    """Return the names after ``torchvision/``."""
+    return {"torchvision": model_names()}
 
 
 def _segmentation_names() -> list[str]:
@@ -142,6 +154,23 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
     except (OSError, RuntimeError) as error:  # no network; a damaged file
         raise no_weights(f"torchvision/{name}", error) from error
     return as_given(model) if is_detector(f"torchvision/{name}") else model
+
+
+def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> Preprocessing:
+    """Return the preprocessing of torchvision's default weights; the network is not used."""
+    try:
+        transforms = torchvision.models.get_model_weights(rest).DEFAULT.transforms()
+    except (ValueError, AttributeError) as error:
+        raise no_preprocessing(f"torchvision/{rest} has no pretrained weights") from error
+    if is_detector(f"torchvision/{rest}"):  # which normalize images themselves
+        with torch.device("meta"):
+            transform: Any = torchvision.models.get_model(rest, weights=None, weights_backbone=None).transform
+        return Preprocessing(list(transform.image_mean), list(transform.image_std))
+    mean, std = list(transforms.mean), list(transforms.std)
+    if not hasattr(transforms, "crop_size"):  # segmentation
+        return Preprocessing(mean, std)
+    crop: float = transforms.crop_size[0] / transforms.resize_size[0]
+    return Preprocessing(mean, std, str(transforms.interpolation.value), min(1.0, crop))
 
 
 def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:

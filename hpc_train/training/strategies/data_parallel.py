@@ -76,7 +76,7 @@ class DataParallel(ABC):
                 statistics = self._statistics.micro_batch(slot, is_spare=is_spare)
                 with self.synchronised(slot == len(batches) - 1), restored, statistics:
                     loss = self.forward_backward(batch, forward)
-                copied = loss.detach().to(torch.float64, copy=True)
+                copied = _float64_copy(loss)
                 losses.append(copied if batch.weight == 1 else copied.mul_(batch.weight))
         return sum(losses[1:], losses[0])
 
@@ -119,6 +119,12 @@ class DataParallel(ABC):
         if like is not None and tuple(shape) == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _float64_copy(loss: Tensor) -> Tensor:
+    """Return the loss in memory of its own, since a CUDA graph overwrites its result."""
+    loss = loss.detach()
+    return loss.clone() if loss.dtype == torch.float64 else loss.double()  # faster than ``to(…, copy=True)``
 
 
 def move(model: nn.Module, context: RankContext) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.experiment.data_facts.by_name import provider_facts
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models import blocks, building, splitting, weights
 from hpc_train.training.models.base import UnknownArgumentError
@@ -20,8 +21,6 @@ from hpc_train.training.strategies.tensor_layers import numbers_shared, shareabl
 #: Image size of models that don't declare it.
 _USUAL_SIZE = 224
 _CHANNELS = 3
-#: Stride of the encoders of smp.
-_STRIDE = 32
 #: Side of a square, or height and width, in pixels.
 ImageSize = int | list[int]
 
@@ -72,19 +71,19 @@ def _facts_of_size(name: str, model: nn.Module, image_size: ImageSize) -> dict[s
     if refusal is None:
         return {}
     own_size: int = getattr(model, "pretrained_cfg", {}).get("input_size", (_USUAL_SIZE,))[-1]
-    sizes = [_next_multiple(image_size), own_size] if name.startswith("smp/") else [own_size]
+    sizes = [_next_multiple(image_size, provider_facts(name).stride), own_size]
     fitting = next((size for size in sizes if _refusal(model, size) is None), None)
     if fitting is None:
         return {}
-    is_fixed = name.startswith(("timm/", "smp/")) and "doesn't match model" in refusal
+    is_fixed = "doesn't match model" in refusal  # the words of timm's models and encoders
     return {"size_refusal": refusal, "fitting_size": fitting, "takes_img_size": is_fixed}
 
 
-def _next_multiple(image_size: ImageSize) -> ImageSize:
-    """Return the next larger size that is a multiple of the usual stride of encoders."""
+def _next_multiple(image_size: ImageSize, stride: int) -> ImageSize:
+    """Return the next larger size that is a multiple of ``stride``."""
     if isinstance(image_size, int):
-        return -(-image_size // _STRIDE) * _STRIDE
-    return [-(-side // _STRIDE) * _STRIDE for side in image_size]
+        return -(-image_size // stride) * stride
+    return [-(-side // stride) * stride for side in image_size]
 
 
 def _refusal(model: nn.Module, image_size: ImageSize) -> str | None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.base import TensorSplit
 from hpc_train.training.datasets.sources.digits import build
@@ -43,23 +41,3 @@ def test_three_channels_repeat_the_gray_one() -> None:
     assert images.shape == (4, 3, 32, 32)
     assert torch.equal(images[:, 0], images[:, 2])
     assert len(made.info.mean) == made.info.channels == 3
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ({"channels": 2}, r"^data\.args\.channels: needs one of 1, 3, got 2; write a number like 1$"),
-        (
-            {"chanels": 3},
-            r"^data\.args\.chanels: digits takes no argument 'chanels'; did you mean 'channels'\?$",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(args: dict[str, object], words: str) -> None:
-    with pytest.raises(BadFileError, match=words):
-        digits(**args)
-
-
-def test_digits_has_no_parts() -> None:
-    with pytest.raises(BadFileError, match=r"^data\.name: digits takes no name after it; write digits$"):
-        build("x", DataConfig(name="digits/x"), download=False)

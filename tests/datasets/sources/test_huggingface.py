@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -9,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.building import build_source
-from tests.datasets.samples import experiment
+from tests.datasets.samples import experiment, image_file, targets_of
 from tests.datasets.sources import stand_in_datasets
 from tests.datasets.sources.exactness import assert_exact
 
@@ -36,9 +34,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def image(number: int) -> bytes:
-    content = io.BytesIO()
-    Image.fromarray(np.full((6, 8, 3), 7 * number, dtype=np.uint8)).save(content, "PNG")
-    return content.getvalue()
+    return image_file(7 * number)
 
 
 def rows(library: Any, numbers: range, **more: list[Any]) -> Any:
@@ -59,20 +55,8 @@ def rows(library: Any, numbers: range, **more: list[Any]) -> Any:
     return library.Dataset.from_dict(columns | more, features=library.Features(features))
 
 
-@pytest.fixture
-def root(library: Any, tmp_path: Path) -> Path:
-    root = tmp_path / "saved"
-    splits = {"train": rows(library, range(12)), "test": rows(library, range(12, 19))}
-    library.DatasetDict(splits).save_to_disk(str(root))
-    return root
-
-
 def build(root: Path, name: str = "huggingface", *, download: bool = False, **args: Any) -> DataSource:
     return build_source(DataConfig(name=name, root=str(root), args=args), download=download)
-
-
-def targets_of(split: Any) -> list[Any]:
-    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
 
 
 def test_images_are_the_files_and_labels_the_classes(root: Path) -> None:
@@ -99,36 +83,44 @@ def test_targets_of_other_columns(root: Path) -> None:
     assert whole.train.file_content(3)[1].dtype == np.float32  # type: ignore[union-attr]
 
 
-def labelled(library: Any, names: list[str], labels: list[int]) -> Any:
-    features = library.Features({"image": library.Image(), "label": library.ClassLabel(names=names)})
+def labelled(library: Any, feature: Any, labels: list[Any]) -> Any:
+    """Return rows with an image and a label; ``feature``: the label's, or the names of classes."""
+    if isinstance(feature, list):
+        feature = library.ClassLabel(names=feature)
+    features = library.Features({"image": library.Image(), "label": feature})
     columns = {"image": [{"bytes": image(0), "path": None} for _ in labels], "label": labels}
     return library.Dataset.from_dict(columns, features=features)
 
 
-def test_class_numbers_are_those_of_the_training_datas_names(library: Any, tmp_path: Path) -> None:
-    def source(name: str, val: Any) -> DataSource:
-        splits = {"train": labelled(library, ["a", "b", "c"], [0, 1, 2]), "val": val}
-        library.DatasetDict(splits).save_to_disk(str(tmp_path / name))
-        return build(tmp_path / name)
+def saved(library: Any, root: Path, **splits: Any) -> Path:
+    library.DatasetDict(splits).save_to_disk(str(root))
+    return root
 
-    other = source("other", labelled(library, ["c", "a", "b"], [0, 1, 2, -1]))
+
+@pytest.fixture
+def root(library: Any, tmp_path: Path) -> Path:
+    return saved(
+        library, tmp_path / "saved", train=rows(library, range(12)), test=rows(library, range(12, 19))
+    )
+
+
+def test_class_numbers_are_those_of_the_training_datas_names(library: Any, tmp_path: Path) -> None:
+    def source(name: str, classes: list[str], labels: list[int]) -> DataSource:
+        train, val = labelled(library, ["a", "b", "c"], [0, 1, 2]), labelled(library, classes, labels)
+        return build(saved(library, tmp_path / name, train=train, val=val))
+
+    other = source("other", ["c", "a", "b"], [0, 1, 2, -1])
     assert targets_of(other.train) == [0, 1, 2] and targets_of(other.val) == [2, 0, 1, -1]
-    assert targets_of(source("fewer", labelled(library, ["a", "c"], [0, 1])).val) == [0, 2]
-    with pytest.raises(
-        BadFileError, match=r"^data\.args\.val: its column label has the class 'dog', which .* lacks; save"
-    ):
-        source("unknown", labelled(library, ["a", "b", "dog"], [0, 1, 2]))
+    assert targets_of(source("fewer", ["a", "c"], [0, 1]).val) == [0, 2]
+    with pytest.raises(BadFileError, match=r"^data\.args\.val: .* label has the class 'dog', which .*; save"):
+        source("unknown", ["a", "b", "dog"], [0, 1, 2])
 
 
 def test_prepare_reports_classes_without_samples(
     library: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    splits = {
-        "train": labelled(library, ["a", "b", "c"], [0, 0, 2]),
-        "val": labelled(library, ["c", "b"], [0, 1]),
-    }
-    library.DatasetDict(splits).save_to_disk(str(tmp_path / "rare"))
-    build(tmp_path / "rare", download=True)
+    train, val = labelled(library, ["a", "b", "c"], [0, 0, 2]), labelled(library, ["c", "b"], [0, 1])
+    build(saved(library, tmp_path / "rare", train=train, val=val), download=True)
     said = "".join(capsys.readouterr())
     assert "data.root: 1 of 3 classes have no training sample: b" in said
     assert "data.root: 1 of 3 classes have no validation sample: a" in said
@@ -163,9 +155,7 @@ def test_an_image_may_be_a_path(library: Any, tmp_path: Path) -> None:
     source = build(tmp_path / "one", roots=[str(pictures)])
     assert source.train.file_content(0)[0] == image(3)  # type: ignore[union-attr]
     if library is stand_in_datasets:  # the package copies the file into the Arrow file
-        with pytest.raises(
-            BadFileError, match=r"row 0 of the split train .*a\.png', which is not below .*roots"
-        ):
+        with pytest.raises(BadFileError, match=r"row 0 of .* train .*a\.png', which is not below .*roots"):
             build(tmp_path / "one").train.file_content(0)  # type: ignore[union-attr]
 
 
@@ -203,9 +193,7 @@ def test_a_download_that_fails_leaves_nothing(
         raise ValueError("BuilderConfig 'x' not found")
 
     monkeypatch.setattr(library, "load_dataset", fail)
-    with pytest.raises(
-        BadFileError, match=r"^data\.name: huggingface/a can't be loaded: BuilderConfig 'x' not"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.name: .*/a can't be loaded: BuilderConfig 'x' not"):
         build(tmp_path / "hub", "huggingface/a", download=True, config="x")
     assert list(tmp_path.iterdir()) == []
 
@@ -226,10 +214,7 @@ def test_the_fingerprint_is_that_of_the_arrow_files(library: Any, root: Path, tm
     [
         ({"train": "training"}, r"^data\.args\.train: .* has no split 'training'; write one of train, test"),
         ({"val": "dev"}, r"^data\.args\.val: .* has no split 'dev'"),
-        (
-            {"image_column": "img"},
-            r"^data\.args\.image_column: there is no column 'img'; write one of image, an",
-        ),
+        ({"image_column": "img"}, r"^data\.args\.image_column: .* no column 'img'; write one of image"),
         ({"image_column": "name"}, r"^data\.args\.image_column: the column name has no images"),
         ({"target_column": "x"}, r"^data\.args\.target_column: there is no column 'x'"),
         ({"target_column": "weight"}, r"^data\.args\.target_column: the column weight .* has no classes"),
@@ -242,9 +227,7 @@ def test_wrong_arguments_are_named(root: Path, args: dict[str, Any], words: str)
 
 
 def test_what_is_not_saved_by_the_library_is_refused(library: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        BadFileError, match=r"^data\.root: .* has no data set of Hugging Face: .*save_to_disk"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.root: .* has no data set of .*: .*save_to_disk"):
         build(tmp_path)
     with pytest.raises(BadFileError, match=r"^data\.root: .*nowhere is not a folder on this machine; fix"):
         build(tmp_path / "nowhere")
@@ -252,49 +235,19 @@ def test_what_is_not_saved_by_the_library_is_refused(library: Any, tmp_path: Pat
 
 def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        BadFileError, match=r"^data\.name: huggingface needs datasets; pip install 'hpc-train\[hf\]'"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.name: .* needs datasets; pip install 'hpc-train\[hf\]'"):
         build(tmp_path)
-
-
-def saved(library: Any, root: Path, feature: Any, **splits: list[Any]) -> Path:
-    """Save splits with these labels."""
-    features = library.Features({"image": library.Image(), "label": feature})
-    made = {
-        name: library.Dataset.from_dict(
-            {"image": [{"bytes": image(0), "path": None} for _ in labels], "label": labels}, features=features
-        )
-        for name, labels in splits.items()
-    }
-    library.DatasetDict(made).save_to_disk(str(root))
-    return root
 
 
 @pytest.mark.parametrize(
     ("dtype", "train", "val", "words"),
     [
-        (
-            "string",
-            ["a", "b"],
-            ["a", "z"],
-            r"row 1 of the split val .* the class 'z', .*training samples \(a, b",
-        ),
-        (
-            "int64",
-            [0, 1],
-            [0, 5],
-            r"row 1 of the split val .* has '5' in label, a class that the training split",
-        ),
+        ("string", ["a", "b"], ["a", "z"], r"row 1 of the split val .* 'z', .*training samples \(a, b"),
+        ("int64", [0, 1], [0, 5], r"row 1 of the split val .* has '5' in label, a class that the train"),
         ("int64", [0, -1], [0], r"row 1 of the split train .* has '-1' in label, not a class number"),
         ("int64", [0, 10**12], [0], r"has '1000000000000' in label, not a class number, 0 to 16777215"),
         ("int64", [0, None], [0], r"row 1 of the split train .* has no label; fill it in"),
-        (
-            "float64",
-            [0.0, float("nan")],
-            [0.0],
-            r"row 1 of the split train .*'nan' in label, .*missing label",
-        ),
+        ("float64", [0.0, float("nan")], [0.0], r"row 1 of .* train .*'nan' in label, .*missing label"),
         ("string", ["a", ""], ["a"], r"row 1 of the split train .* has no label"),
         ("binary", [b"a", b"b"], [b"a"], r"row 0 of the split train .* in label, not a class but bytes"),
     ],
@@ -302,37 +255,30 @@ def saved(library: Any, root: Path, feature: Any, **splits: list[Any]) -> Path:
 def test_a_wrong_label_is_named_with_its_row(
     library: Any, tmp_path: Path, dtype: str, train: list[Any], val: list[Any], words: str
 ) -> None:
-    root = saved(library, tmp_path / "saved", library.Value(dtype), train=train, val=val)
+    train, val = (labelled(library, library.Value(dtype), labels) for labels in (train, val))
+    root = saved(library, tmp_path / "saved", train=train, val=val)
     with pytest.raises(BadFileError, match=words):
         build(root)
 
 
 def test_prepare_finds_rows_without_a_label(library: Any, tmp_path: Path) -> None:
-    labels = library.ClassLabel(names=ANIMALS)
-    root = saved(library, tmp_path / "saved", labels, train=[0, 1], test=[-1, 0], other=[0])
+    labels = {"train": [0, 1], "test": [-1, 0], "other": [0]}
+    splits = {name: labelled(library, ANIMALS, values) for name, values in labels.items()}
+    root = saved(library, tmp_path / "saved", **splits)
     with pytest.raises(BadFileError, match=r"row 0 of the split test .* has '-1' in label, .*missing label"):
         build(root, download=True)
     config = DataConfig(name="huggingface", root=str(root), on_bad_sample="skip")
     assert build_source(config, download=True).info.num_classes == 3
-    numbers = saved(library, tmp_path / "n", library.Value("float64"), train=[0.5, 1e300])
-    with pytest.raises(
-        BadFileError, match=r"row 1 of the split train .*, not a number that float32 can hold"
-    ):
+    numbers = saved(library, tmp_path / "n", train=labelled(library, library.Value("float64"), [0.5, 1e300]))
+    with pytest.raises(BadFileError, match=r"row 1 of .* train .*, not a number that float32 can hold"):
         build(numbers, download=True, target="number")
 
 
 def test_splits_with_other_features_are_refused(library: Any, tmp_path: Path) -> None:
-    splits = {
-        "train": labelled(library, ["a", "b"], [0, 1]),
-        "val": rows(library, range(3)).select_columns(["image", "number"]),
-    }
-    splits["val"] = library.Dataset.from_dict(
-        {"image": [{"bytes": image(0), "path": None}], "label": [1]},
-        features=library.Features({"image": library.Image(), "label": library.Value("int64")}),
-    )
-    library.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    train, val = labelled(library, ["a", "b"], [0, 1]), labelled(library, library.Value("int64"), [1])
+    root = saved(library, tmp_path / "saved", train=train, val=val)
     with pytest.raises(BadFileError, match="label has class labels in train and int in val; save both"):
-        build(tmp_path / "saved")
+        build(root)
 
 
 def test_a_saved_format_is_reset_and_unused_splits_are_printed(
@@ -342,8 +288,7 @@ def test_a_saved_format_is_reset_and_unused_splits_are_printed(
     monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", lambda *given: "of the test")
     for kind in ("torch", "numpy", "pandas", "arrow"):
         train = labelled(library, ["a", "b"], [0, 1]).with_format(kind, columns=["label"])
-        library.DatasetDict(train=train, more=train).save_to_disk(str(tmp_path / kind))
-        source = build(tmp_path / kind, download=True)
+        source = build(saved(library, tmp_path / kind, train=train, more=train), download=True)
         assert source.train.file_content(1) == (image(0), 1)  # type: ignore[union-attr]
         assert "splits that are not read: more" in capfd.readouterr().err
 
@@ -353,9 +298,7 @@ def test_a_data_set_consists_of_regular_files_below_its_root(tmp_path: Path, nam
     pytest.importorskip("datasets", reason="datasets and pyarrow: too large for the dev extra")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(
-        BadFileError, match=r"^data\.root: .*(names the file|is a named pipe, not a regular file)"
-    ):
+    with pytest.raises(BadFileError, match=r"^data\.root: .*(names the file|is a named pipe)"):
         build(tmp_path)
     (tmp_path / "state.json").write_text("[" * 100_000)
     with pytest.raises(BadFileError, match=r"state\.json is damaged .*; write the data set again"):

@@ -29,16 +29,14 @@ from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.index_files import Index, Layout, ensure_index, open_index, packed_texts
 from hpc_train.training.datasets.sources import image_list
-from tests.datasets.samples import experiment
+from tests.datasets.samples import experiment, targets_of
 from tests.datasets.sources.exactness import assert_exact
 
 ANIMALS = ("cat", "ant", "bee")
 LAYOUT = Layout(frozenset({"train", "val"}), image_list.ARRAYS)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -72,10 +70,6 @@ def build(root: Path, *, download: bool = False, **args: Any) -> DataSource:
     return build_source(config(root, **args), download=download)
 
 
-def targets_of(split: Any) -> list[Any]:
-    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
-
-
 def test_rows_keep_their_order_and_classes_are_sorted(root: Path) -> None:
     source = build(root)
     assert source.info.class_names == ("ant", "bee", "cat")
@@ -94,9 +88,7 @@ def test_numbers_are_sorted_by_size_or_taken_as_they_are(root: Path) -> None:
     assert targets_of(build(root).train) == [2, 1, 0]
     given = build(root, num_classes=12)
     assert targets_of(given.train) == [10, 9, 1] and given.info.num_classes == 12
-    with pytest.raises(
-        BadFileError, match=r"train\.csv:2 has the class '10', .*those of data\.args \(0, 1, 2"
-    ):
+    with pytest.raises(BadFileError, match=r"train\.csv:2 has the class '10', .*those of data\.args \(0, 1"):
         build(root, num_classes=10)
     assert targets_of(build(root, classes=["9", "10", "1"]).train) == [1, 0, 2]
 
@@ -126,9 +118,7 @@ def test_resume_and_ranks_read_the_same(root: Path) -> None:
     assert_exact(lambda: build(root))
 
 
-def test_the_index_gives_the_same_as_the_list(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_equals_the_list(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = config(root, tmp_path / "index")
     read = build_source(cached)
     assert not (tmp_path / "index").exists()
@@ -221,9 +211,7 @@ def test_an_absurd_header_is_a_damaged_index(root: Path, change: Callable[[dict[
     assert path.read_bytes() == content, "written again"
 
 
-def test_samples_are_counted_without_torch_and_with_the_index(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_counted_without_torch_by_the_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert training_samples(config(root)) == 12
     build(root, download=True)
     monkeypatch.setattr("csv.reader", lambda *args, **kwargs: pytest.fail("counted again"))
@@ -268,11 +256,7 @@ def test_a_million_rows_open_from_their_index(root: Path, tmp_path: Path) -> Non
         ("file,target\n", {}, r"^data\.args\.path_column: .* \(its header: file, target\); write one"),
         ("path,target,target\n", {}, r"^data\.args\.target_column: .* has twice the column 'target'"),
         ("path,target\n", {}, r"^data\.root: .*train\.csv has no rows below its header"),
-        (
-            "path,target\na,b\nc\n",
-            {},
-            r"^data\.root: .*train\.csv:3 has 1 cells, and the header 2; fix the row",
-        ),
+        ("path,target\na,b\nc\n", {}, r"train\.csv:3 has 1 cells, and the header 2; fix the row"),
         ("path,target\n,b\n", {}, r"train\.csv:2 has no path; fill it in, or remove the row"),
         ("path;target\na;b\n", {}, r"has cells separated by semicolons; write it with commas"),
         ("path\ttarget\na\tb\n", {}, r"has cells separated by tabs; write it with commas"),
@@ -287,29 +271,13 @@ def test_a_million_rows_open_from_their_index(root: Path, tmp_path: Path) -> Non
         ("path,target\na,2\n", {"target": "classes"}, r"train\.csv:2 has '2' in target, .* needs 0 or 1"),
         ("path,target\na,b\n", {"classes": ["c"]}, r"train\.csv:2 has the class 'b', .* \(c\); fix it"),
         ("path,target\na,b\n", {}, r"val\.csv:2 has the class 'cat', .*the training samples \(b\)"),
-        (
-            "path,target\n",
-            {"target_column": ["a", "b"]},
-            r"^data\.args\.target_column: 2 columns are not one",
-        ),
+        ("path,target\n", {"target_column": ["a", "b"]}, r"^data\.args\.target_column: 2 columns are not"),
         ("path,target\n", {"classes": ["a", "a"]}, r"^data\.args\.classes: names a class twice"),
         ("path,target\n", {"classes": ["a"], "num_classes": 1}, r"^data\.args\.num_classes: follows from"),
-        (
-            "path,target\n",
-            {"classes": ["a"], "target": "number"},
-            r"^data\.args\.classes: is for .*take it out",
-        ),
+        ("path,target\n", {"classes": ["a"], "target": "number"}, r"^data\.args\.classes: .*take it out"),
         ("path,target\n", {"train": "list.txt"}, r"^data\.args\.train: list.txt is not a \.csv, \.tsv or"),
-        (
-            "path,target\n",
-            {"val": "none.csv"},
-            r"none\.csv is not a file .* or name the list in data\.args\.val",
-        ),
-        (
-            "path,target\n",
-            {"path_colum": "x"},
-            r"^data\.args\.path_colum: image_list takes no argument 'path_colum'; did you mean 'path_column'",
-        ),
+        ("path,target\n", {"val": "none.csv"}, r"none\.csv is not a file .* the list in data\.args\.val"),
+        ("path,target\n", {"path_colum": "x"}, r"^data\.args\.path_colum: .*; did you mean 'path_column'"),
     ],
 )
 def test_a_bad_list_is_named_with_its_line(root: Path, lines: str, args: dict[str, Any], words: str) -> None:
@@ -320,9 +288,7 @@ def test_a_bad_list_is_named_with_its_line(root: Path, lines: str, args: dict[st
 
 def test_a_list_that_is_not_text_is_refused(root: Path) -> None:
     (root / "train.csv").write_bytes(b"path,target\n\xff,a\n")
-    with pytest.raises(
-        BadFileError, match=r"train\.csv is not UTF-8 text \(invalid start byte\); convert it"
-    ):
+    with pytest.raises(BadFileError, match=r"train\.csv is not UTF-8 text \(.*byte\); convert it"):
         build(root)
 
 
@@ -367,10 +333,7 @@ def test_parquet_gives_the_same_as_csv(root: Path) -> None:
         (["a", "<NA>"], r"train\.csv:3 has '<NA>' in target, .*data\.args\.classes"),
         (["a", " "], r"train\.csv:3 has ' ' in target, not a class but a missing label"),
         (["1", "NA", "2"], r"train\.csv:3 has 'NA' in target, not a class but a missing label"),
-        (
-            ["1", "1.0"],
-            r"train\.csv:3 has '1\.0' in target, and .*train\.csv:2 has '1'; write a number in one",
-        ),
+        (["1", "1.0"], r"train\.csv:3 has '1\.0' in target, and .*train\.csv:2 has '1'; write a number"),
         (["a", "b\0"], r"train\.csv:3 has 'b\\x00' in target, .* NUL byte"),
         (["a", "9" * 5000], r"train\.csv:3 has '9+…' in target, .*longer than 4096 bytes"),
     ],
@@ -413,9 +376,7 @@ def test_only_files_below_the_root_or_the_roots_are_named(root: Path, tmp_path: 
     (root / file_of(0)).rename(outside / "0.jpg")
     for name in (f"{outside}/0.jpg", "../outside/0.jpg"):
         (root / "train.csv").write_text(f"path,target\n{name},a\n")
-        with pytest.raises(
-            BadFileError, match=r"train\.csv:2 names the file '.*0\.jpg', which .*roots: \[FOLD"
-        ):
+        with pytest.raises(BadFileError, match=r"train\.csv:2 names .*0\.jpg', which .*roots: \[FOLD"):
             build(root)
         assert build(root, roots=[str(outside)]).train.file_content(0)  # type: ignore[union-attr]
     (root / "linked").symlink_to(outside)
@@ -457,10 +418,7 @@ def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.Cap
     [
         ([0.0, math.nan], r"parquet:2 has 'nan' in target, .*missing label"),
         ([b"a", b"b"], r"parquet:1 has \"b'a'\" in target, not a class but bytes"),
-        (
-            [0.5, 1.0],
-            r"parquet:1 has '0\.5' in target, not a class; fix it, or write data\.args\.target: num",
-        ),
+        ([0.5, 1.0], r"parquet:1 has '0\.5' in target, not a class; fix it, or write .*target: num"),
         ([[1], [2]], r"parquet:1 has '\[1\]' in target, not a class but list"),
     ],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -64,9 +65,7 @@ def test_test_stands_in_for_val_and_val_wins(root: Path) -> None:
 
 
 def test_without_validation_folders_there_is_none(root: Path) -> None:
-    for path in sorted((root / "val").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    (root / "val").rmdir()
+    shutil.rmtree(root / "val")
     assert build(root).val is None
 
 
@@ -116,21 +115,20 @@ def test_a_missing_root_is_named(tmp_path: Path) -> None:
         build(tmp_path / "nowhere")
 
 
-def test_a_root_without_train_says_what_it_holds(root: Path) -> None:
-    (root / "train").rename(root / "training")
-    with pytest.raises(BadFileError, match=r"^data\.root: .* no folder train \(it contains training, val\)"):
-        build(root)
-
-
-def test_a_misnamed_validation_folder_is_not_passed_over(root: Path) -> None:
-    (root / "val").rename(root / "validation")
-    with pytest.raises(BadFileError, match=r"^data\.root: .* neither val nor test .* validation; rename"):
-        build(root)
-
-
-def test_other_classes_in_val_are_refused(root: Path) -> None:
-    (root / "val" / "cat").rename(root / "val" / "dog")
-    with pytest.raises(BadFileError, match=r"val has classes that train has not: dog; put images of them"):
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda r: (r / "train").rename(r / "training"), r"no folder train \(it contains training, val\)"),
+        (lambda r: (r / "val").rename(r / "validation"), r"neither val nor test .* validation; rename"),
+        (lambda r: (r / "val/cat").rename(r / "val/dog"), r"val has classes that train has not: dog; put"),
+        (lambda r: (r / "train/dog").mkdir(), r"dog contains no image"),
+        (lambda r: [shutil.rmtree(path) for path in (r / "train").iterdir()], r"contains no class folders"),
+    ],
+    ids=["no train", "validation", "other classes", "empty class", "no classes"],
+)
+def test_folders_that_do_not_fit_are_named(root: Path, spoil: Callable[[Path], object], words: str) -> None:
+    spoil(root)
+    with pytest.raises(BadFileError, match=rf"^data\.root: .*{words}"):
         build(root)
 
 
@@ -144,25 +142,11 @@ def test_spellings_of_one_class_are_named(root: Path) -> None:
 
 
 def test_val_may_lack_classes_of_train(root: Path) -> None:
-    for path in (root / "val" / "bee").iterdir():
-        path.unlink()
-    (root / "val" / "bee").rmdir()
+    shutil.rmtree(root / "val/bee")
     source = build(root)
     assert source.info.class_names == ("ant", "bee", "cat") and source.val is not None
     assert [source.val[index][1] for index in range(6)] == [0, 0, 0, 2, 2, 2]
     assert f"data.root: {root / 'val'} has no image of bee" in source.notices
-
-
-def test_an_empty_class_is_refused(root: Path) -> None:
-    (root / "train" / "dog").mkdir()
-    with pytest.raises(BadFileError, match=r"^data\.root: .*dog contains no image"):
-        build(root)
-
-
-def test_a_train_folder_without_classes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    with pytest.raises(BadFileError, match=r"^data\.root: .*contains no class folders"):
-        build(tmp_path)
 
 
 def pipe(path: Path) -> None:
@@ -200,7 +184,5 @@ def test_what_is_not_a_regular_file_is_a_bad_image(
     for path, read in reads:
         path.unlink()
         instead(path)
-        with pytest.raises(
-            BadFileError, match=rf"^data: {path}: (not a regular file|No such device.*); put an"
-        ):
+        with pytest.raises(BadFileError, match=rf"^data: {path}: (not a regular|No such device).*; put an"):
             read()

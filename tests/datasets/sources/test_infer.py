@@ -46,9 +46,7 @@ class Whole(Samples):
         (Named("no target"), 3, ()),
     ],
 )
-def test_the_shape_of_targets_is_that_of_the_first(
-    split: Any, num_classes: int, shape: tuple[int, ...]
-) -> None:
+def test_the_shape_of_targets_is_the_firsts(split: Any, num_classes: int, shape: tuple[int, ...]) -> None:
     info = infer_info("own", split, None)
     assert (info.num_classes, info.target_shape) == (num_classes, shape)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +81,9 @@ def test_palette_and_16_bit_masks_are_class_numbers(root: Path) -> None:
 @pytest.mark.parametrize(
     ("pixels", "message"),
     [
-        (
-            np.full((10, 14), 3, np.uint8),
-            r"val/images/001.png\) has the target of uint8, .*values 3 to 3.*most 2",
-        ),
+        (np.full((10, 14), 3, np.uint8), r"images/001.png\) has the target .*values 3 to 3.*most 2"),
         (np.zeros((9, 14), np.uint8), r"001.png\) has .* 9x14 pixels, and its image has 10x14; make both"),
-        (
-            np.zeros((10, 14, 3), np.uint8),
-            r"its mask .*val/masks/001.png has colors \(mode RGB\); save one class",
-        ),
+        (np.zeros((10, 14, 3), np.uint8), r"mask .*masks/001.png has colors \(mode RGB\); save one class"),
     ],
     ids=["class", "size", "colors"],
 )
@@ -97,39 +93,34 @@ def test_a_wrong_mask_names_its_file(root: Path, pixels: np.ndarray, message: st
         read(build(root))
 
 
-def test_a_mask_that_is_not_there_is_found_before_the_first_step(root: Path) -> None:
-    (root / "train/masks/003.png").unlink()
-    with pytest.raises(
-        BadFileError, match=r"1 images have no mask: .*train/masks/003.png not found; each needs"
-    ):
-        build(root)
-
-
 @pytest.mark.parametrize(
-    ("missing", "message"),
+    ("spoil", "message"),
     [
-        ("train/images", r"there is no folder .*/train/images on this machine; the files must be in"),
-        ("val/masks", r"there is no folder .*/val/masks"),
-        ("train", r"there is no folder .*/train/images"),
+        (lambda r: (r / "train/masks/003.png").unlink(), r"1 images have no mask: .*masks/003.png not found"),
+        (
+            lambda r: shutil.copy(r / "train/images/000.png", r / "train/images/000.jpg"),
+            r"have the name of the mask .*/masks/000\.png .*; remove all but",
+        ),
+        (lambda r: move(r, "train/images"), r"no folder .*/train/images on this machine; the files must be"),
+        (lambda r: move(r, "val/masks"), r"there is no folder .*/val/masks"),
+        (lambda r: move(r, "train"), r"there is no folder .*/train/images"),
+        (
+            lambda r: [move(r, "train/images"), (r / "train/images").mkdir()],
+            r"train/images contains no images; put some there",
+        ),
     ],
+    ids=["no mask", "two images", "no images", "no masks", "no split", "empty"],
 )
-def test_a_missing_folder_is_named(root: Path, missing: str, message: str) -> None:
-    (root / missing).rename(root / "elsewhere")
+def test_files_that_are_missing_or_do_not_fit_are_found_before_the_first_step(
+    root: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(root)
     with pytest.raises(BadFileError, match=message):
         build(root)
 
 
-def test_two_images_of_one_mask_are_refused(root: Path) -> None:
-    (root / "train/images/000.jpg").write_bytes((root / "train/images/000.png").read_bytes())
-    with pytest.raises(BadFileError, match=r"have the name of the mask .*/masks/000\.png .*; remove all but"):
-        build(root)
-
-
-def test_an_empty_folder_is_refused(root: Path) -> None:
-    for path in (root / "train/images").iterdir():
-        path.unlink()
-    with pytest.raises(BadFileError, match=r"train/images contains no images; put some there"):
-        build(root)
+def move(root: Path, folder: str) -> None:
+    (root / folder).rename(root / "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -139,10 +130,7 @@ def test_an_empty_folder_is_refused(root: Path) -> None:
         ({"ignore_index": 2}, r"ignore_index: 2 is one of the 3 classes; write a number from 3 on"),
         ({"num_classes": 0}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 0; write"),
         ({"num_classes": 256}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 256"),
-        (
-            {"ignored": 2},
-            r"data\.args\.ignored: .* takes no argument 'ignored'; did you mean 'ignore_index'\?",
-        ),
+        ({"ignored": 2}, r"data\.args\.ignored: .* no argument .*; did you mean 'ignore_index'\?"),
     ],
 )
 def test_wrong_arguments_are_refused(root: Path, args: dict[str, Any], message: str) -> None:

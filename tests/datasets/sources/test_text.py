@@ -13,7 +13,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.by_name import training_samples
 from hpc_train.training.datasets.base import ArraySplit, DataSource
-from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.batches import training_batches
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.reading import Failure, Read, SlotReader
@@ -21,7 +21,7 @@ from hpc_train.training.datasets.sampler import Position, Slot
 from hpc_train.training.datasets.sources.text import TextSplit
 from hpc_train.training.datasets.targets import TargetCheck
 from hpc_train.training.datasets.types import DataInfo, TargetSpec
-from tests.datasets.samples import CPU, OneByOne, assert_equal, experiment, random_split
+from tests.datasets.samples import CPU, OneByOne, experiment, random_split
 
 
 def built(root: Path, **args: Any) -> DataSource:
@@ -95,16 +95,10 @@ def test_characters_of_validation_alone_come_behind_those_of_training(tmp_path: 
     assert text_of(both, whole(both.val)[0].flatten()) == "a 1 b 0 "
 
 
-def test_line_ends_and_characters_of_many_bytes_stay_as_they_are(tmp_path: Path) -> None:
-    text = "é\r\n𝄞\n€\r!"
+@pytest.mark.parametrize("text", ["é\r\n𝄞\n€\r!", "".join(map(chr, range(0x400, 0x400 + 300)))])
+def test_line_ends_and_any_number_of_characters_stay_as_they_are(text: str, tmp_path: Path) -> None:
     source = built(folder(tmp_path / "data", text), sequence_length=1)
     assert text_of(source, whole(source.train)[0].flatten()) == text[:-1]
-
-
-def test_more_than_256_characters_have_numbers_of_their_own(tmp_path: Path) -> None:
-    text = "".join(map(chr, range(0x400, 0x400 + 300)))
-    source = built(folder(tmp_path / "data", text), sequence_length=1)
-    assert whole(source.train)[0].flatten().tolist() == list(range(299))
 
 
 @pytest.mark.parametrize("tokens", ["characters", "bytes"])
@@ -138,23 +132,11 @@ def test_bytes_need_no_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (
-            {"sequence_length": 12},
-            r"^data.args.sequence_length: the training text has 12 characters, .*12 need",
-        ),
-        (
-            {"sequence_length": 5},
-            r"^data.args.sequence_length: the validation text has 3 char.*write a smaller number",
-        ),
+        ({"sequence_length": 12}, r"^data.args.sequence_length: the training text has 12 characters"),
+        ({"sequence_length": 5}, r"^data.args.sequence_length: the validation text has 3.*write a smaller"),
         ({"val_fraction": 0.5}, r"^data.args.val_fraction: .* is a folder, .*take it out"),
-        (
-            {"val_fraction": 1},
-            r"^data.args.val_fraction: needs a number of at least 0 and below 1, got 1; write",
-        ),
-        (
-            {"tokens": "words"},
-            r"^data.args.tokens: needs one of characters, bytes, got the text 'words'; write",
-        ),
+        ({"val_fraction": 1}, r"^data.args.val_fraction: .* at least 0 and below 1, got 1; write"),
+        ({"tokens": "words"}, r"^data.args.tokens: needs one of characters, bytes, got .* 'words'; write"),
         ({"sequence_len": 3}, r"^data.args.sequence_len: .*did you mean 'sequence_length'"),
     ],
 )
@@ -171,10 +153,6 @@ def test_a_missing_text_is_named(tmp_path: Path) -> None:
         built(tmp_path / "nowhere.txt")
     with pytest.raises(BadFileError, match=r"^data.root: .* has no file train.txt"):
         built(tmp_path)
-    with pytest.raises(BadFileError, match=r"^data.root: is missing, and text needs it; write a text file"):
-        build_source(DataConfig(name="text"))
-    with pytest.raises(BadFileError, match=r"^data.name: text takes no name after it; write text$"):
-        build_source(DataConfig(name="text/x"))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -193,23 +171,6 @@ def test_batches_reach_the_model_as_they_were_read(workers: int, tmp_path: Path)
         assert batch.inputs.dtype == torch.int64
         assert torch.equal(batch.targets, batch.inputs + 1)
     assert sorted(int(first) for batch in seen for first in batch.inputs[:, 0]) == list(range(0, 80, 5))
-
-
-def test_a_resume_in_mid_epoch_reads_the_same(tmp_path: Path) -> None:
-    source = built(folder(tmp_path / "data", "to be or not to be " * 20), sequence_length=5)
-    found = []
-    for start in (0, 2):
-        with training_batches(source, experiment(), Position(start), 5, 0, 1, CPU) as batches:
-            found.append(list(batches))
-    assert_equal(found[0][2:], found[1])
-
-
-def test_evaluation_fills_up_with_sequences_that_do_not_count(tmp_path: Path) -> None:
-    source = built(folder(tmp_path / "data", "abcdef" * 4, "abcabc" * 3), sequence_length=5)
-    assert source.val is not None
-    batches = list(evaluation_batches(source.val, experiment(), 0, 1, CPU))
-    assert [batch.valid.tolist() for batch in batches] == [[True, True], [True, False]]
-    assert all(batch.inputs.shape == (2, 5) for batch in batches)
 
 
 def test_sequences_that_can_not_be_read_as_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +193,7 @@ def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.Capt
 
 def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes("to be".encode("utf-16-le"))
-    with pytest.raises(
-        BadFileError, match=r"train.txt has a NUL character \(number 1\), like UTF-16 .*; convert"
-    ):
+    with pytest.raises(BadFileError, match=r"train.txt has a NUL .*\(number 1\), like UTF.*; convert"):
         built(tmp_path, sequence_length=2)
     assert len(built(tmp_path, sequence_length=2, tokens="bytes").train) == 4
     os.mkfifo(folder(tmp_path, "to be or") / "val.txt")
@@ -243,9 +202,7 @@ def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("highest", "is_checked"), [(6, True), (4, False)])
-def test_tokens_in_memory_are_checked_once_or_in_each_batch(
-    highest: int, is_checked: bool, tmp_path: Path
-) -> None:
+def test_tokens_in_memory_are_checked_once_or_always(highest: int, is_checked: bool, tmp_path: Path) -> None:
     source = built(folder(tmp_path / "data", "to be or not"), sequence_length=3)
     spec = TargetSpec("tokens", kind="integer", shape=(3,), minimum=0, maximum=highest)
     reader = SlotReader(

@@ -264,10 +264,7 @@ def test_shards_of_other_tokens_are_other_data(tmp_path: Path) -> None:
         (lambda path: os.truncate(path, 100), "it ends after 100 bytes"),
         (lambda path: path.unlink(), "it is missing"),
         (lambda path: path.write_bytes(b"x" * path.stat().st_size), "its header is not JSON|not begin like"),
-        (
-            lambda path: path.write_bytes(header_of({"tokens": 5}) + b"\0" * 10),
-            "its header is not what the index says",
-        ),
+        (lambda path: path.write_bytes(header_of({"tokens": 5}) + b"\0" * 10), "its header is not .* says"),
         (lambda path: (path.parent / "index.json").write_text("{}"), "it has other fields than an index"),
         (lambda path: change_end(path.parent / "index.json"), "its hash is not that of its fields"),
     ],
@@ -304,9 +301,7 @@ def test_a_flipped_bit_is_an_error_before_training(at: int, tmp_path: Path) -> N
     assert verify(tmp_path)[-1] == 1.0
     shard = shard_files(tmp_path)[1]
     flip(shard, at)
-    with pytest.raises(
-        BadFileError, match=rf"{shard.name} .*the hash of its tokens is not that of its header"
-    ):
+    with pytest.raises(BadFileError, match=rf"{shard.name} .*the hash of its tokens is not .* header"):
         verify(tmp_path)
     token_writing._checked.clear()
     prepared(tmp_path, shard_tokens=20)  # which reads all shards and writes damaged ones again
@@ -343,9 +338,7 @@ def test_the_check_ends_at_its_time_limit(
         verify(tmp_path)
 
 
-def test_a_shard_is_read_in_blocks_and_only_until_the_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_read_in_blocks_until_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard may be larger than the memory, and take longer to read than the limit."""
     prepared(corpus(tmp_path, "x" * 1000))
     blocks: list[int] = []
@@ -418,12 +411,6 @@ def test_files_of_nanogpt_and_llmc_are_read(tmp_path: Path) -> None:
     with pytest.raises(BadFileError, match=r"^data.args.vocabulary_size: is missing, and .*train.bin"):
         build_source(config(nano, "cl100k_base"))
     assert build_source(config(nano, "cl100k_base", vocabulary_size=99)).info.num_classes == 99
-    os.truncate(llmc / "fineweb_train_000002.bin", 1030)
-    with pytest.raises(BadFileError, match=r"000002.bin has 1030 bytes, and its header says 1044; copy it"):
-        build_source(config(llmc, "gpt2"))
-    os.truncate(nano / "train.bin", 7)
-    with pytest.raises(BadFileError, match=r"train.bin has 7 bytes, not whole uint16 tokens"):
-        build_source(config(nano, "gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -460,9 +447,7 @@ def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: 
     assert names == ("\n", "\r", "a", "b", "c", "")
     assert len(prepared(tmp_path, tokenizer="bytes", sequence_length=1).train) == len("ab.c.a\r\n.") - 1
     (tmp_path / "train" / "b.txt").write_bytes("ab".encode("utf-16-le"))
-    with pytest.raises(
-        BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF-16 .*; convert"
-    ):
+    with pytest.raises(BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF.*; convert"):
         prepared(tmp_path, tokenizer="characters")
 
 
@@ -557,9 +542,7 @@ def test_a_text_that_a_tokenizer_rejects_is_named(tmp_path: Path) -> None:
         prepared(corpus(tmp_path / "data", "a b", "a d"), tokenizer=path)
 
 
-def test_an_encoding_that_cannot_be_fetched_is_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoding_that_is_not_fetched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         raise ConnectionError("no network")
 
@@ -577,6 +560,8 @@ def raw(root: Path, content: bytes, name: str = "train.bin", **args: Any) -> Dat
 
 
 IDS = [5, 300, 7, 50256, 40000, 9, 2000, 1, 13]
+U2, U4, I8 = (np.array(IDS, kind).tobytes() for kind in ("<u2", "<u4", "<i8"))
+WIDE = {"vocabulary_size": 128256}
 
 
 def llmc(magic: int, version: int, tokens: bytes, count: int = len(IDS), order: str = "<") -> bytes:
@@ -586,12 +571,12 @@ def llmc(magic: int, version: int, tokens: bytes, count: int = len(IDS), order: 
 @pytest.mark.parametrize(
     ("content", "args"),
     [
-        (np.array(IDS, "<u2").tobytes(), {}),
-        (np.array(IDS, "<u4").tobytes(), {}),
-        (np.array(IDS, "<i4").tobytes(), {"vocabulary_size": 128256}),
-        (np.array(IDS, "<u2").tobytes(), {"vocabulary_size": 128256, "dtype": "uint16"}),
-        (llmc(20240520, 1, np.array(IDS, "<u2").tobytes()), {}),
-        (llmc(20240801, 7, np.array(IDS, "<u4").tobytes()), {"vocabulary_size": 128256}),
+        (U2, {}),
+        (U4, {}),
+        (np.array(IDS, "<i4").tobytes(), WIDE),
+        (U2, WIDE | {"dtype": "uint16"}),
+        (llmc(20240520, 1, U2), {}),
+        (llmc(20240801, 7, U4), WIDE),
     ],
 )
 def test_variants_of_raw_tokens_are_read(content: bytes, args: dict[str, Any], tmp_path: Path) -> None:
@@ -601,30 +586,23 @@ def test_variants_of_raw_tokens_are_read(content: bytes, args: dict[str, Any], t
 @pytest.mark.parametrize(
     ("content", "args", "words"),
     [
-        (np.array(IDS, "<u4").tobytes()[:-1], {}, "35 bytes, not whole uint32 tokens"),
-        (np.array(IDS, "<i8").tobytes(), {}, "look like int64"),
-        (np.array(IDS, "<i8").tobytes(), {"vocabulary_size": 128256}, "look like int64"),
+        (U4[:-1], {}, "35 bytes, not whole uint32 tokens"),
+        (U2[:7], {}, "7 bytes, not whole uint16 tokens"),
+        (I8, {}, "look like int64"),
+        (I8, WIDE, "look like int64"),
         (np.array([*IDS, 196, 197], ">u2").tobytes(), {}, "look big-endian"),
         (np.arange(1, 99).astype(">u2").tobytes(), {}, "look big-endian"),
-        (np.array(IDS, ">u4").tobytes(), {"vocabulary_size": 128256}, "look big-endian"),
+        (np.array(IDS, ">u4").tobytes(), WIDE, "look big-endian"),
         (np.array([*IDS * 999, *[0] * 2048], "<u2").tobytes(), {}, "its last tokens are all 0"),
-        (
-            np.array(IDS[:8], "<u2").tobytes(),
-            {"vocabulary_size": 128256},
-            "look like uint16; write data.args.dtype: uint16",
-        ),
+        (U2[:16], WIDE, "look like uint16; write data.args.dtype: uint16"),
         (np.array([*IDS, 60000], "<u2").tobytes(), {}, r"has the token 60000 at place 9 \(byte 18\)"),
         (np.array([*IDS, 128000], "<u4").tobytes(), {}, r"has the token 128000 at place 9 \(byte 36\)"),
-        (llmc(20240520, 1, np.array(IDS, "<u2").tobytes(), 10), {}, "its header says 1044"),
-        (llmc(20240520, 1, np.array(IDS, "<u2").tobytes(), -9), {}, "its header says 1006"),
-        (llmc(20240520, 2, np.array(IDS, "<u2").tobytes()), {}, "llm.c's of magic 20240520, version 2"),
-        (llmc(20240522, 1, np.array(IDS, "<u2").tobytes()), {}, "llm.c's of magic 20240522, version 1"),
+        (llmc(20240520, 1, U2, 10), {}, "its header says 1044"),
+        (llmc(20240520, 1, U2, -9), {}, "its header says 1006"),
+        (llmc(20240520, 2, U2), {}, "llm.c's of magic 20240520, version 2"),
+        (llmc(20240522, 1, U2), {}, "llm.c's of magic 20240522, version 1"),
         (llmc(20240520, 1, np.array(IDS, ">u2").tobytes(), order=">"), {}, "in big-endian byte order"),
-        (
-            llmc(20240520, 1, np.array(IDS, "<u2").tobytes()),
-            {"dtype": "uint32"},
-            "^data.args.dtype: uint32, but .* has uint16 by its header",
-        ),
+        (llmc(20240520, 1, U2), {"dtype": "uint32"}, "^data.args.dtype: uint32, but .* has uint16 by its"),
         (b"\x93NUMPY\x01\0" + bytes(100), {}, "is a NumPy file, not raw tokens; write it again with numpy"),
         (b"PK\x03\x04" + bytes(100), {}, "is a zip archive"),
         (b"To be, or not to be: that is the question.\n" * 3, {}, "is text, not tokens; rename it"),
@@ -642,9 +620,7 @@ def test_megatrons_index_has_the_dtype(code: int, tmp_path: Path) -> None:
     (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, code) + bytes(16))
     content = np.array(IDS, {4: "<i4", 8: "<u2", 5: "<i8"}[code]).tobytes()
     if code == 5:
-        with pytest.raises(
-            BadFileError, match=r"train.idx is not an index of Megatron's version 1 .*code 5\)"
-        ):
+        with pytest.raises(BadFileError, match=r"train.idx is not an index of Megatron's .*code 5\)"):
             raw(tmp_path, content)
     else:
         assert stream(raw(tmp_path, content).train) == IDS
@@ -667,14 +643,8 @@ def test_missing_data_and_wrong_arguments_are_named(tmp_path: Path) -> None:
         (config(tmp_path), "has no text and no tokens: .*train.bin, nor shards in .*tokens; add one"),
         (config(tmp_path / "latin", "characters"), r"train.txt is not UTF-8 text \(at byte 3\); convert it"),
         (config(root, sequence_length=9), "train has 4 tokens, and a sequence of 9 needs one more"),
-        (
-            config(root, "my/tokenizer.json"),
-            r"data.args.tokenizer: .*json can't be read: No such .*; fix",
-        ),
-        (
-            config(root, sequence_len=9),
-            "data.args.sequence_len: tokens takes no argument 'sequence_len'; did you mean",
-        ),
+        (config(root, "my/tokenizer.json"), r"data.args.tokenizer: .*json can't be read: No such .*; fix"),
+        (config(root, sequence_len=9), "data.args.sequence_len: .* no argument .*; did you mean"),
     ):
         with pytest.raises(BadFileError, match=words):
             build_source(given, download=True)
@@ -744,11 +714,7 @@ def test_ten_gigabytes_open_without_being_read_or_kept_in_memory(tmp_path: Path)
         path.write_bytes(header_of({**what, **entry}))
         os.truncate(path, size_of_shard(per_shard, 0, "uint16"))
     files = [{"file": f"train-{number:05d}.tokens", **entry} for number in range(count)]
-    index = what | {
-        "end_of_document": 50256,
-        "characters": None,
-        "parts": {"train": files},
-    }
+    index = what | {"end_of_document": 50256, "characters": None, "parts": {"train": files}}
     index |= {"fingerprint": index_digest(index)}
     (folder / "index.json").write_text(json.dumps(index))
     before = resource.getrusage(resource.RUSAGE_SELF)

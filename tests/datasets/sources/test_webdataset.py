@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from hpc_train.cli.preflight import missing_data
 from hpc_train.errors import BadFileError
@@ -21,7 +20,7 @@ from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
 from hpc_train.experiment.validate.loading import load
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.building import build_source
-from tests.datasets.samples import experiment
+from tests.datasets.samples import experiment, image_file, targets_of
 from tests.datasets.sources.exactness import assert_exact
 from tests.datasets.sources.test_image_list import rewrite, without
 
@@ -29,15 +28,11 @@ ANIMALS = ("cat", "ant", "bee")
 SHARDS = "train-{00..02}.tar"
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def image(number: int, form: str = "JPEG") -> bytes:
-    content = io.BytesIO()
-    Image.fromarray(np.full((6, 8, 3), 7 * number, dtype=np.uint8)).save(content, form)
-    return content.getvalue()
+def image(number: int) -> bytes:
+    return image_file(7 * number, "JPEG")
 
 
 def members_of(number: int) -> dict[str, bytes]:
@@ -79,10 +74,6 @@ def config(root: Path, **args: Any) -> DataConfig:
 
 def build(root: Path, *, download: bool = True, **args: Any) -> DataSource:
     return build_source(config(root, **args), download=download)
-
-
-def targets_of(split: Any) -> list[Any]:
-    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
 
 
 def test_samples_have_the_order_of_shards_and_members(root: Path) -> None:
@@ -193,6 +184,14 @@ def test_the_fingerprint_is_that_of_the_shards(root: Path) -> None:
     assert other_inputs(before, fingerprints(of("train-01.tar"))) == ["data.root"]
 
 
+OF_JSON = {"target_member": "json.a"}
+
+
+def one(**members: bytes) -> dict[str, dict[str, bytes]]:
+    """Return a sample "a" of an image and these members."""
+    return {"a": {"jpg": b"x"} | members}
+
+
 def test_names_of_shards() -> None:
     data = DataConfig(name="webdataset", root="r", args={"train": ["{8..11}/s-{0..1}.tar", "last.tar"]})
     assert [path.as_posix() for path in webdataset_files(data)] == [
@@ -206,88 +205,32 @@ def test_names_of_shards() -> None:
     [
         ({}, {}, r"train-00\.tar has no samples; take it out"),
         ({"a": {"cls": b"0"}}, {}, r"train-00\.tar: sample a has no image \(cls\); write the shard again"),
+        (one(png=b"y", cls=b"0"), {}, r"sample a has 2 images \(jpg, png\); name .* in data\.args\.image"),
+        (one(), {}, r"sample a has 0 members cls \(jpg\); write the shard again, or another"),
+        (one(cls=b""), {}, r"sample a has the target '', not a class"),
+        (one(cls=b"\xff"), {}, r"sample a has a target that can't be read: .* byte 0xff"),
+        (one(json=b"{"), OF_JSON, r"a has a target that can't"),
+        (one(json=b'{"b": 1}'), OF_JSON, r"sample a has no field 'a' in its JSON \(b\); .* write another"),
+        (one(json=b'{"a": 1.5}'), OF_JSON, r"target '1\.5', not a class; .* data\.args\.target: number"),
         (
-            {"a": {"jpg": b"x", "png": b"y", "cls": b"0"}},
-            {},
-            r"sample a has 2 images \(jpg, png\); name its extension in data\.args\.image",
-        ),
-        ({"a": {"jpg": b"x"}}, {}, r"sample a has 0 members cls \(jpg\); write the shard again, or another"),
-        ({"a": {"jpg": b"x", "cls": b""}}, {}, r"sample a has the target '', not a class"),
-        ({"a": {"jpg": b"x", "cls": b"\xff"}}, {}, r"sample a has a target that can't be read: .* byte 0xff"),
-        (
-            {"a": {"jpg": b"x", "json": b"{"}},
-            {"target_member": "json.a"},
-            r"sample a has a target that can't be",
-        ),
-        (
-            {"a": {"jpg": b"x", "json": b'{"b": 1}'}},
-            {"target_member": "json.a"},
-            r"sample a has no field 'a' in its JSON \(b\); fix it, or write another",
-        ),
-        (
-            {"a": {"jpg": b"x", "json": b'{"a": 1.5}'}},
-            {"target_member": "json.a"},
-            r"sample a has the target '1\.5', not a class; fix it, or write data\.args\.target: number",
-        ),
-        (
-            {"a": {"jpg": b"x", "json": b'{"a": [1]}'}, "b": {"jpg": b"x", "json": b'{"a": [1, 2]}'}},
-            {"target_member": "json.a", "target": "number"},
+            one(json=b'{"a": [1]}') | {"b": {"jpg": b"x", "json": b'{"a": [1, 2]}'}},
+            OF_JSON | {"target": "number"},
             r"sample b has the target '\[1, 2\]', not 1 numbers",
         ),
-        (
-            {"a": {"jpg": b"x", "cls": b"nan"}},
-            {"target": "number"},
-            r"sample a has the target 'nan', not a number; fix it",
-        ),
-        (
-            {"a": {"jpg": b"x", "cls": b"7"}},
-            {"num_classes": 3},
-            r"sample a has the class '7', which is not among",
-        ),
-        (
-            {"a": {"jpg": b"x", "cls": b"7"}},
-            {},
-            r"val\.tar: sample v12 has the class '0', .*training samples \(7\)",
-        ),
-        (
-            {},
-            {"classes": ["a"], "target": "number"},
-            r"^data\.args\.classes: is for data\.args\.target: class",
-        ),
-        (
-            {},
-            {"target_member": "npy"},
-            r"^data\.args\.target_member: needs text that matches \^.*, got the text 'npy'; write",
-        ),
-        (
-            {},
-            {"train": "train-{08..09}.tar"},
-            r"^data\.args\.train: .*train-08\.tar is not a file .*, nor are 1 more",
-        ),
+        (one(cls=b"nan"), {"target": "number"}, r"the target 'nan', not a number; fix"),
+        (one(cls=b"7"), {"num_classes": 3}, r"sample a has the class '7', .* not among"),
+        (one(cls=b"7"), {}, r"val\.tar: sample v12 has .*'0', .*training samples \(7"),
+        ({}, {"classes": ["a"], "target": "number"}, r"^data\.args\.classes: is for .*target: class"),
+        ({}, {"target_member": "npy"}, r"^data\.args\.target_member: needs text .*, got .* 'npy'; write"),
+        ({}, {"train": "train-{08..09}.tar"}, r"^data\.args\.train: .*08\.tar is not .*, nor are 1 more"),
         ({}, {"train": []}, r"^data\.args\.train: names no file"),
-        (
-            {},
-            {"train": "{0..9999999}.tar"},
-            r"^data\.args\.train: names 10,000,000 files, over",
-        ),
-        (
-            {},
-            {"train": ["{2000000..0}.tar", "{1..1000001}.tar"]},
-            r"^data\.args\.train: names 1,000,001 files",
-        ),
+        ({}, {"train": "{0..9999999}.tar"}, r"^data\.args\.train: names 10,000,000 files, over"),
+        ({}, {"train": ["{2000000..0}.tar", "{1..1000001}.tar"]}, r"^data\.args\.train: names 1,000,001"),
         ({}, {"val": ["{0..999}-{0..999}.tar", "a"]}, r"^data\.args\.val: names 1,000,001 files, over"),
-        (
-            {},
-            {"train": "{0..%s}.tar" % ("9" * 5000)},
-            r"^data\.args\.train: has a range .* over 9 digits",
-        ),
+        ({}, {"train": "{0..%s}.tar" % ("9" * 5000)}, r"^data\.args\.train: has a range .* over 9 digits"),
         ({}, {"train": "a\0.tar"}, r"^data\.args\.train: 'a\\x00\.tar' has a NUL character; take it out"),
-        ({"a": {"jpg": b"x", "cls": bytes((1 << 24) + 1)}}, {}, r"sample a has a target of 16777217 bytes"),
-        (
-            {"a": {"jpg": b"x", "json": b'{"a": 1, "a": 2}'}},
-            {"target_member": "json.a"},
-            r"sample a has a target that can't be read: it has the key 'a' twice",
-        ),
+        (one(cls=bytes((1 << 24) + 1)), {}, r"sample a has a target of 16777217 bytes"),
+        (one(json=b'{"a": 1, "a": 2}'), OF_JSON, r"a target that can't be read: it has the key 'a' twice"),
     ],
 )
 def test_a_bad_shard_is_named_with_its_sample(
@@ -302,15 +245,11 @@ def test_compressed_and_damaged_shards_are_refused(root: Path) -> None:
     path = root / "train-00.tar"
     content = path.read_bytes()
     path.write_bytes(gzip.compress(content))
-    with pytest.raises(
-        BadFileError, match=r"train-00\.tar is compressed \(gzip\), .*; write it uncompressed"
-    ):
+    with pytest.raises(BadFileError, match=r"train-00\.tar is compressed .*gzip.*; write it uncompressed"):
         build(root)
     for damaged in (b"", content[:5000], b"no tar file" * 100):
         path.write_bytes(damaged)
-        with pytest.raises(
-            BadFileError, match=r"train-00\.tar is not a complete tar file: .*; write it again"
-        ):
+        with pytest.raises(BadFileError, match=r"train-00\.tar is not a complete tar.*; write it again"):
             build(root)
 
 
@@ -354,11 +293,7 @@ def test_a_hard_link_has_the_content_of_its_member(root: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "link", "words"),
     [
-        (
-            tarfile.LNKTYPE,
-            "z.cls",
-            r"a\.cls is a link to z\.cls, not a file of the shard; write",
-        ),
+        (tarfile.LNKTYPE, "z.cls", r"a\.cls is a link to z\.cls, not a file of the shard; write"),
         (tarfile.SYMTYPE, "a.jpg", r"a\.cls is a link to a\.jpg, not a file"),
         (tarfile.FIFOTYPE, "", r"a\.cls is of type b'6'"),
         (b"M", "", r"a\.cls is of type b'M'"),

@@ -150,13 +150,7 @@ def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> Non
     status = json.loads(paths.status.read_text())
     paths.status.write_text(json.dumps(status | {"reason": hostile()}))
     rows = [
-        {
-            "split": split,
-            "step": step,
-            "attempt": 1,
-            hostile(): next(numbers),
-            "loss": next(numbers),
-        }
+        {"split": split, "step": step, "attempt": 1, hostile(): next(numbers), "loss": next(numbers)}
         for step, split in ((1, "train"), (2, "val"), (3, hostile()), (next(numbers), "train"))
     ]
     rows += [{"split": "train", "step": step, "attempt": 1, "step_s": next(numbers)} for step in (4, 10**400)]
@@ -191,31 +185,16 @@ def test_the_page_describes_the_runs_in_words(tmp_path: Path, monkeypatch: pytes
     page = render(collect(runs))
     text = " ".join(" ".join(_check(page, _script()).text).split())
     for words in (
-        "12 runs",
-        "compared by val/accuracy (max)",
-        "1 failed",
-        "Learning rate",
-        "Throughput",
-        "samples/s",
-        "% of the step",
-        "GiB",
-        "lr=0.03 weight_decay=0.0005 seed=9",
-        "weight_decay",
-        "2026-11-20 09:00",
-        "preempted at step 30",
-        "rank 1 on n2: killed by SIGKILL",
-        "Per-class IoU",
-        "4 other runs in gray",
-        "4c2f8a90d1e7b3562f0c9d84a1b7e6035d9c2f11 with uncommitted changes",
-        "prediction-0",
-        "torch",
-    ):
+        "12 runs", "compared by val/accuracy (max)", "1 failed", "Learning rate", "Throughput", "samples/s",
+        "% of the step", "GiB", "lr=0.03 weight_decay=0.0005 seed=9", "weight_decay", "2026-11-20 09:00",
+        "preempted at step 30", "rank 1 on n2: killed by SIGKILL", "Per-class IoU", "4 other runs in gray",
+        "4c2f8a90d1e7b3562f0c9d84a1b7e6035d9c2f11 with uncommitted changes", "prediction-0", "torch",
+    ):  # fmt: skip
         assert words in text, words
     assert page.count("data:image/png;base64,") == 2 * 4
-    count = "<td>700</td>"
-    assert page.count(count) == 4
+    assert page.count("<td>700</td>") == 4
     monkeypatch.setattr(limits, "TABLE_COLUMNS", 1)
-    assert count not in render(collect(runs))
+    assert "<td>700</td>" not in render(collect(runs))
 
 
 def test_spikes_of_colored_runs_are_marked_with_action_and_samples(tmp_path: Path) -> None:

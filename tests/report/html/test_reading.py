@@ -15,7 +15,7 @@ from PIL import Image
 
 from hpc_train.paths import RunPaths
 from hpc_train.report.html import limits
-from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of
+from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of, non_finite_ends
 from hpc_train.report.html.evaluation_files import newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
 from hpc_train.report.html.page import _table, render
@@ -25,6 +25,7 @@ from hpc_train.training.evaluation_outputs import png as sheet_png
 from hpc_train.training.tasks.drawing import DESCRIPTION
 from tests.report.made_experiments import made_experiments
 from tests.report.made_runs import made_sweep, png
+from tests.run.runs import change_facts, write_rows
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -50,16 +51,36 @@ def test_every_finite_value_has_a_place_and_ticks(values: list[float], value: fl
 def test_only_finite_numbers_of_rising_steps_are_in_a_curve() -> None:
     losses: list[Any] = [2.0, math.nan, "3", True, None, 10**400, 1, 0.5]
     rows = [{"split": "train", "step": step, "loss": loss} for step, loss in enumerate(losses)]
-    rows += [
-        {"split": "train", "step": 3, "loss": 9.0},
-        {"split": "train", "step": -1, "loss": 9.0},
-        {"loss": 1.0},
-    ]
-    rows += [{"split": "train", "step": 9, "step_s": 2.0, "data_wait_s": 0.5}]
+    rows += [{"split": "train", "step": step, "loss": 9.0} for step in (3, -1)]
+    rows += [{"loss": 1.0}, {"split": "train", "step": 9, "step_s": 2.0, "data_wait_s": 0.5}]
     curves = curves_of(rows, 100)
     loss = curves[Metric("train", "loss")]
     assert (list(loss.steps), list(loss.values)) == ([0, 6, 7], [2.0, 1.0, 0.5])
     assert list(curves[DATA_WAIT].values) == [25.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "curve", "end"),
+    [
+        ([(1, 2.0), (2, 1.0), (2, 9.0), (3, 0.5)], [(1, 2.0), (2, 1.0), (3, 0.5)], None),
+        ([(3, 2.0), (1, 9.0), (4, 1.0)], [(3, 2.0), (4, 1.0)], None),
+        ([(1, 2.0), (2, math.nan)], [(1, 2.0)], 2),
+        ([(1, None), (2, 1.0)], [(2, 1.0)], None),
+        ([(2, math.inf), (1, 1.0)], [(1, 1.0)], 2),
+        ([(1, None), (2, 10**400)], None, 1),
+    ],
+)
+def test_rows_of_equal_names_are_read_like_others(
+    losses: list[tuple[int, Any]], curve: list[tuple[int, float]] | None, end: int | None
+) -> None:
+    loss = Metric("train", "loss")
+    rows = [{"split": "train", "step": step, "loss": value} for step, value in losses]
+    for number, between in enumerate(({}, {"lr": 1.0})):
+        rows = [row | (between if place % 2 else {}) for place, row in enumerate(rows)]
+        curves = curves_of(rows, 100)
+        read = curves.get(loss)
+        assert (read and list(zip(read.steps, read.values, strict=True))) == curve, number
+        assert non_finite_ends(rows, curves).get(loss) == end, number
 
 
 def test_a_run_with_too_many_metrics_keeps_the_first_ones() -> None:
@@ -220,30 +241,21 @@ def test_a_label_names_the_swept_values_and_what_else_distinguishes_runs(tmp_pat
     assert labels[runs[-1]] == "shakespeare seed=1"
     alone = collect(runs[:2])
     assert sorted(alone.labels) == ["seed=1", "seed=2"], "the learning rates are equal"
-    facts = json.loads(runs[1].run.read_text())
     resolved = json.loads(runs[1].resolved.read_text()) | {"seed": 1}
     runs[1].resolved.write_text(json.dumps(resolved))
-    runs[1].run.write_text(json.dumps(facts | {"values": {"seed": 1}}))
-    equal = collect(runs[:3])
-    assert sorted(equal.labels) == sorted(
-        [f"seed=1 {runs[0].folder.name}", f"seed=1 {runs[1].folder.name}", "seed=3"]
-    )
+    change_facts(runs[1], values={"seed": 1})
+    names = [f"seed=1 {run.folder.name}" for run in runs[:2]]
+    assert sorted(collect(runs[:3]).labels) == sorted([*names, "seed=3"])
 
 
 def test_a_run_outside_of_the_runs_folder_is_called_by_the_shortest_unique_end(tmp_path: Path) -> None:
     first, second, third = (made_sweep(tmp_path / name, 2)[:2] for name in ("a", "b", "c"))
-    assert [run.name for run in sorted(collect(first).runs, key=lambda run: run.name)] == [
-        "0" * 10,
-        "0" * 9 + "1",
-    ]
+    assert sorted(run.name for run in collect(first).runs) == ["0" * 10, "0" * 9 + "1"]
     third[0].folder.parent.rename(third[0].folder.parent.with_name("other"))
     moved = RunPaths(tmp_path / "c" / "other" / third[0].folder.name)
     names = {run.paths: run.name for run in collect([first[0], second[0], moved]).runs}
-    assert names == {
-        first[0]: str(first[0].folder),
-        second[0]: str(second[0].folder),
-        moved: "other/" + "0" * 10,
-    }
+    expected = {run: str(run.folder) for run in (first[0], second[0])}
+    assert names == expected | {moved: "other/" + "0" * 10}
 
 
 def test_columns_are_in_the_order_of_their_importance(tmp_path: Path) -> None:
@@ -263,7 +275,7 @@ def test_the_newest_value_of_a_run_that_diverged_at_its_end_is_nan(tmp_path: Pat
     rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
     nan = {"attempt": 1, "split": "val", "step": 700, "accuracy": None, "loss": None}
     recovered = nan | {"step": 701, "loss": 0.25}
-    first.metrics.write_text("".join(json.dumps(row) + "\n" for row in [*rows, nan, recovered]))
+    write_rows(first, [*rows, nan, recovered])
     collected = collect([first, second])
     metric, loss = collected.metric, Metric("val", "loss")
     assert metric == Metric("val", "accuracy")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from textual.pilot import Pilot
 
@@ -43,17 +46,19 @@ def _app(pilot: Pilot[None]) -> WatchApp:
     return pilot.app
 
 
-def on_screen(
-    test: Callable[[WatchApp, Pilot[None]], Awaitable[None]],
-    size: tuple[int, int] = (80, 24),
-    words: Sequence[str] = (),
-    interval_s: float = 60.0,
-) -> None:
-    """Run the app, and ``test`` with it."""
+@asynccontextmanager
+async def screen(size: tuple[int, int] = (80, 24)) -> AsyncIterator[tuple[WatchApp, Pilot[None]]]:
+    """Run the app within this context."""
+    app = WatchApp(RunsReader([]), 60.0)
+    async with app.run_test(size=size) as pilot:
+        yield app, pilot
 
-    async def run() -> None:
-        app = WatchApp(RunsReader(words), interval_s)
-        async with app.run_test(size=size) as pilot:
-            await test(app, pilot)
 
-    asyncio.run(run())
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Return a test that pytest can run."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **keywords: Any) -> None:
+        asyncio.run(test(*arguments, **keywords))
+
+    return run

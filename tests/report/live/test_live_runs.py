@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -37,6 +36,7 @@ from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
 from tests.report.live.runs import add_rows, made_run
 from tests.report.test_progress_display import Clock
+from tests.run.runs import change_facts
 
 
 def test_a_run_is_shown_as_its_files_say() -> None:
@@ -63,7 +63,7 @@ def test_a_run_is_shown_as_its_files_say() -> None:
 def test_an_extended_run_names_the_other_in_the_table_and_the_pane() -> None:
     old, new = made_run(runs_root(), "old", "completed"), made_run(runs_root(), "new", values={"seed": 3})
     for paths, facts in ((new, {"extends": {"run": "old", "step": 80}}), (old, {"extended_by": ["new"]})):
-        paths.run.write_text(json.dumps(json.loads(paths.run.read_text()) | facts))
+        change_facts(paths, **facts)
     runs = {run.name: run for run in RunsReader([]).read()}
     expected = {"new": "seed=3, extends old from step 80", "old": "extended by new"}
     assert {name: run.values for name, run in runs.items()} == expected
@@ -198,12 +198,8 @@ def test_the_newest_run_that_runs_is_preferred() -> None:
     def run(name: str, state: str, since: str) -> LiveRun:
         return LiveRun(RunPaths(Path(name)), name, "small", RunStatus(state), since=since)
 
-    runs = [
-        run("a", "running", "1"),
-        run("b", "running", "3"),
-        run("c", "pending", "4"),
-        run("d", "failed", "2"),
-    ]
+    states = [("a", "running", "1"), ("b", "running", "3"), ("c", "pending", "4"), ("d", "failed", "2")]
+    runs = [run(*facts) for facts in states]
     assert newest(runs) is runs[1]
     assert newest([runs[3], runs[2]]) is runs[2]
     assert newest([]) is None

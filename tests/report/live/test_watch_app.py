@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from textual.pilot import Pilot
 from textual.widgets import DataTable
 
 from hpc_train.console import say
@@ -20,10 +19,9 @@ from hpc_train.report.live import watch_app as app_module
 from hpc_train.report.live.details import Details, DetailsReader
 from hpc_train.report.live.live_runs import LiveRun, cells, columns_for
 from hpc_train.report.live.screens import DetailsView, LogView, Question, styled
-from hpc_train.report.live.watch_app import WatchApp
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.report.live.runs import add_rows, made_run
-from tests.report.live.screens import lines_of, on_screen, shows, text_of, until
+from tests.report.live.screens import in_a_loop, lines_of, screen, shows, text_of, until
 
 _HOSTILE = (
     "[bold red]x[/bold red]", "[/]", "[link=file:///etc/passwd]y[/link]", "[@click=app.quit]z[/]", "[", "]",
@@ -44,10 +42,10 @@ def _three() -> list[RunPaths]:
     ]
 
 
-def test_runs_and_details_fit_80_columns_and_keys_select_a_run() -> None:
+@in_a_loop
+async def test_runs_and_details_fit_80_columns_and_keys_select_a_run() -> None:
     _three()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "3 runs: 1 failed, 1 running, 1 completed", "████░░░░ 50/100", "a1 of small")
         lines = lines_of(app)
         assert len(lines) == 24 and all(len(line) <= 80 for line in lines)
@@ -59,8 +57,6 @@ def test_runs_and_details_fit_80_columns_and_keys_select_a_run() -> None:
         await shows(pilot, "b2: details", "folder")
         await pilot.press("escape", "up")
         await shows(pilot, "a1 of small, running", "accuracy 0.5")
-
-    on_screen(test)
 
 
 _REASON = (
@@ -84,11 +80,11 @@ def _sweep() -> list[RunPaths]:
 
 
 @_SIZES
-def test_a_sweep_can_be_read_without_a_key(size: tuple[int, int]) -> None:
+@in_a_loop
+async def test_a_sweep_can_be_read_without_a_key(size: tuple[int, int]) -> None:
     """The running run is selected; values, why a run failed, and the curves are on the screen."""
     _sweep()[2].attempt(1).log(0).write_text("".join(f"line {number} of the log\n" for number in range(200)))
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen(size) as (app, pilot):
         await shows(
             pilot, "c3 of small, lr=0.1 seed=1, running on n1", "line 199", "train/loss: 0.04 at step 50"
         )
@@ -101,13 +97,11 @@ def test_a_sweep_can_be_read_without_a_key(size: tuple[int, int]) -> None:
         assert [line for line in lines if not line.strip()] == [], "no blank line"
         assert sum(any("⠀" <= character <= "⣿" for character in line) for line in lines) >= 3
 
-    on_screen(test, size)
 
-
-def test_the_selection_follows_what_runs_until_the_user_chooses() -> None:
+@in_a_loop
+async def test_the_selection_follows_what_runs_until_the_user_chooses() -> None:
     paths = _sweep()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "c3 of small")
         write_status(paths[2], RunStatus("completed", 100, 100, 1.0, 1))
         write_status(paths[3], RunStatus("running", 1, 100, 1.0, 1))
@@ -120,15 +114,13 @@ def test_the_selection_follows_what_runs_until_the_user_chooses() -> None:
         await pilot.press("u")
         await shows(pilot, "c3 of small, lr=0.1 seed=1, cancelled")
 
-    on_screen(test)
-
 
 @pytest.mark.slow
-def test_a_selected_failure_is_explained_in_full_among_many_runs() -> None:
+@in_a_loop
+async def test_a_selected_failure_is_explained_in_full_among_many_runs() -> None:
     for number in range(20):
         made_run(runs_root(), f"r{number:02}", "failed" if number % 2 else "completed", 5, _REASON)
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "20 runs")
         await pilot.press("home", "down")
         await shows(pilot, "r01 of small, failed")
@@ -137,25 +129,21 @@ def test_a_selected_failure_is_explained_in_full_among_many_runs() -> None:
         assert " and 9 more: rank 3" in text_of(app)
         assert not app.query_one(DataTable).show_horizontal_scrollbar
 
-    on_screen(test)
 
-
-def test_a_wide_screen_has_all_columns() -> None:
+@in_a_loop
+async def test_a_wide_screen_has_all_columns() -> None:
     _three()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen(size=(200, 40)) as (app, pilot):
         await shows(pilot, "1.23k samples/s", "25%", "41%", "n1", "rank 0: ValueError: no", "tries")
         await pilot.resize_terminal(60, 20)
         await until(pilot, lambda: "tries" not in text_of(app), "fewer columns")
         assert "a1" in text_of(app) and all(len(line) <= 60 for line in lines_of(app))
 
-    on_screen(test, size=(200, 40))
 
-
-def test_new_rows_are_shown_and_the_selection_stays() -> None:
+@in_a_loop
+async def test_new_rows_are_shown_and_the_selection_stays() -> None:
     paths = _three()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "a1 of small")
         await pilot.press("down")
         await shows(pilot, "b2 of small")
@@ -168,14 +156,12 @@ def test_new_rows_are_shown_and_the_selection_stays() -> None:
         assert table.cursor_row == 2, "still that of b2"
         await shows(pilot, "b2 of small")
 
-    on_screen(test)
-
 
 @pytest.mark.slow
-def test_the_filter_takes_words_and_escape_clears_it() -> None:
+@in_a_loop
+async def test_the_filter_takes_words_and_escape_clears_it() -> None:
     _three()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "3 runs")
         await pilot.press("slash", *"failed", "enter")
         await shows(pilot, "1 run: 1 failed", "filter: failed", "b2 of small")
@@ -188,8 +174,6 @@ def test_the_filter_takes_words_and_escape_clears_it() -> None:
         await shows(pilot, "0 runs")
         await pilot.press("c", "l", "escape", "l", "escape")
         await shows(pilot, "3 runs")
-
-    on_screen(test)
 
 
 class FakeCommand:
@@ -209,13 +193,13 @@ class FakeCommand:
 
 
 @pytest.mark.parametrize(("key", "words"), [("c", "cancel"), ("r", "resume")])
-def test_cancel_and_resume_ask_first(monkeypatch: pytest.MonkeyPatch, key: str, words: str) -> None:
+@in_a_loop
+async def test_cancel_and_resume_ask_first(monkeypatch: pytest.MonkeyPatch, key: str, words: str) -> None:
     monkeypatch.setattr(app_module, "Command", FakeCommand)
     monkeypatch.setattr(app_module, "_COMMANDS_EVERY_S", 0.01)
     FakeCommand.started = []
     _three()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "a1 of small")
         for answer in ("n", "escape", "enter"):
             await pilot.press(key)
@@ -228,16 +212,14 @@ def test_cancel_and_resume_ask_first(monkeypatch: pytest.MonkeyPatch, key: str, 
         await shows(pilot, "ended so")
         assert FakeCommand.started == [(words, "a1")]
 
-    on_screen(test)
-
 
 @pytest.mark.slow
-def test_the_log_is_followed_until_one_goes_back() -> None:
+@in_a_loop
+async def test_the_log_is_followed_until_one_goes_back() -> None:
     paths = _three()[0]
     log = paths.attempt(1).log(0)
     log.write_text("first [red]line[/red]\n")
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (_, pilot):
         await shows(pilot, "a1 of small")
         await pilot.press("l")
         await shows(pilot, "first [red]line[/red]")
@@ -247,20 +229,13 @@ def test_the_log_is_followed_until_one_goes_back() -> None:
         await pilot.press("q")
         await shows(pilot, "a1 of small")
 
-    on_screen(test)
-
 
 def test_a_log_is_followed_again_after_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``log_of`` asks launchers, plug-ins among them, and file servers."""
     log = tmp_path / "log"
     log.write_text("first line\n")
-    answers: list[Path | Exception] = [
-        RuntimeError("raised \x1b[so]"),
-        RuntimeError("raised \x1b[so]"),
-        log,
-        OSError(116, "Stale file handle", "/runs"),
-        log,
-    ]
+    error = RuntimeError("raised \x1b[so]")
+    answers: list[Path | Exception] = [error, error, log, OSError(116, "Stale file handle", "/runs"), log]
 
     def answer(paths: RunPaths) -> Path:
         found = answers.pop(0)
@@ -281,8 +256,9 @@ def test_a_log_is_followed_again_after_an_error(monkeypatch: pytest.MonkeyPatch,
     ]  # fmt: skip
 
 
-def test_help_lists_the_keys() -> None:
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+@in_a_loop
+async def test_help_lists_the_keys() -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "0 runs", "no runs yet")
         made_run(runs_root())
         await pilot.press("u")
@@ -294,10 +270,11 @@ def test_help_lists_the_keys() -> None:
         await pilot.press("s")
         await shows(pilot, "sort: state")
 
-    on_screen(test)
 
-
-def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _three()
     trouble = "squeue does not [answer]"
     real = FollowingLauncher.status
@@ -310,9 +287,7 @@ def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(monkeypatch: 
         return real(self, runs, **kwargs)
 
     monkeypatch.setattr(FollowingLauncher, "status", status)
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
-        nonlocal trouble
+    async with screen() as (app, pilot):
         await shows(pilot, "squeue does not [answer] what follows", "50/100")
         trouble = "raised"
         await pilot.press("u")
@@ -321,14 +296,12 @@ def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(monkeypatch: 
         await pilot.press("u")
         await until(pilot, lambda: "raised" not in text_of(app), "no problem any more")
 
-    on_screen(test)
 
-
-def test_lines_and_details_that_come_too_late_are_dropped() -> None:
+@in_a_loop
+async def test_lines_and_details_that_come_too_late_are_dropped() -> None:
     paths = _three()[0]
     paths.attempt(1).log(0).write_text("late line\n")
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen() as (app, pilot):
         await shows(pilot, "a1 of small")
         log, details = LogView(paths, "a1"), DetailsView(paths, "a1")
         log._show(["before it is complete"])
@@ -342,26 +315,21 @@ def test_lines_and_details_that_come_too_late_are_dropped() -> None:
         view._show(["after its end"])
         await shows(pilot, "a1 of small")
 
-    on_screen(test)
 
-
-def test_no_color_leaves_the_terminals_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_no_color_leaves_the_terminals_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _three()
-    seen: set[str] = set()
 
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
-        await shows(pilot, "b2")
-        for strip in app.screen._compositor.render_strips():
-            for segment in strip:
-                style = segment.style
-                seen.update(str(color.name) for color in (style.color, style.bgcolor) if style and color)
+    async def colors() -> set[str]:
+        async with screen() as (app, pilot):
+            await shows(pilot, "b2")
+            styles = [part.style for strip in app.screen._compositor.render_strips() for part in strip]
+        pairs = [(style.color, style.bgcolor) for style in styles if style]
+        return {str(color.name) for pair in pairs for color in pair if color}
 
-    on_screen(test)
-    assert len(seen) > 2
-    seen.clear()
+    assert len(await colors()) > 2
     monkeypatch.setenv("NO_COLOR", "1")
-    on_screen(test)
-    assert seen <= {"default"}
+    assert await colors() <= {"default"}
 
 
 @settings(max_examples=25)
@@ -376,20 +344,16 @@ def test_run_texts_are_escaped(texts: tuple[str, str, str, str], values: list[ob
     )  # fmt: skip
     columns = columns_for([run], width)
     details = DetailsReader(run.paths).read(run, is_full=True)
-    shown = [
-        *cells(run, columns),
-        *(text for _, text in details.lines),
-        *(t for _, t in details.fitted(width, 20)),
-    ]
+    fitted = details.fitted(width, 20)
+    shown = [*cells(run, columns), *(text for _, text in [*details.lines, *fitted])]
     assert not [text for text in shown if _ACTING.search(text)]
-    assert (
-        styled(details.fitted(width, 20)).spans
-        == styled(Details(run.paths, details.lines, details.log).fitted(width, 20)).spans
-    )
+    again = Details(run.paths, details.lines, details.log).fitted(width, 20)
+    assert styled(fitted).spans == styled(again).spans
 
 
 @pytest.mark.slow
-def test_hostile_names_rows_and_logs_are_shown_as_they_are() -> None:
+@in_a_loop
+async def test_hostile_names_rows_and_logs_are_shown_as_they_are() -> None:
     groups = ["".join(_HOSTILE[place::4]) for place in range(4)]
     for number, text in enumerate(groups):
         name = text.replace("/", "").replace("\0", "").encode("utf-8", "replace").decode()
@@ -397,8 +361,7 @@ def test_hostile_names_rows_and_logs_are_shown_as_they_are() -> None:
         write_status(paths, RunStatus("failed", 10, 100, 1.0, 1, text))
         paths.attempt(1).log(0).write_text(f"log {text}\n", errors="surrogatepass")
         paths.metrics.write_text(json.dumps({"split": "train", "step": 10, "loss": 1.0, text: 3.5}) + "\n")
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with screen(size=(200, 50)) as (app, pilot):
         seen = ""
         await until(pilot, lambda: "run        0" in text_of(app), "a selected run")
         await pilot.press("home")
@@ -418,5 +381,3 @@ def test_hostile_names_rows_and_logs_are_shown_as_they_are() -> None:
         assert not _ACTING.search(seen.replace("\n", ""))
         for text in ("[bold red]x[/bold red]", "[@click=app.quit]z[/]", ":smile:", "\\x1b[2J", "\\u202e"):
             assert text in seen, text
-
-    on_screen(test, size=(200, 50))

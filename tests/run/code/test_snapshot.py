@@ -138,19 +138,13 @@ def test_a_failed_snapshot_leaves_nothing(tree: Path, root: Path, monkeypatch: p
     assert not any(root.iterdir())
 
 
-def test_a_damaged_snapshot_is_reported_and_not_used(tree: Path, root: Path) -> None:
-    folder = take(root, tree)
-    (folder / "tree" / "a.py").unlink()
-    with pytest.raises(StorageError, match=r"tree/a\.py: differs from what was written there; move .* away"):
-        take(root, tree)
-
-
-def test_other_bytes_of_the_same_length_are_damage_too(tree: Path, root: Path) -> None:
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_damaged_snapshot_is_reported_and_not_used(tree: Path, root: Path, is_gone: bool) -> None:
     """Blocks that a power cut left empty, or an edit of the snapshot."""
     file = take(root, tree) / "tree" / "a.py"
     file.chmod(0o600)
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(StorageError, match=r"tree/a\.py: differs from what was written there"):
+    file.unlink() if is_gone else file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(StorageError, match=r"tree/a\.py: differs from what was written there; move .* away"):
         take(root, tree)
 
 
@@ -254,21 +248,14 @@ def test_run_json_names_code_and_attempt(tree: Path, root: Path, monkeypatch: py
     assert not was_submitted_here(paths)
 
 
-def test_a_run_without_a_snapshot_has_no_path(tmp_path: Path) -> None:
-    paths = small_run(tmp_path)
-    assert (linked(paths), search_path(paths)) == (None, [])
-
-
-def test_a_snapshot_that_is_gone_is_an_error(tree: Path, root: Path) -> None:
+def test_a_snapshot_that_is_gone_is_an_error(root: Path) -> None:
     paths = small_run(root.parent)
+    assert (linked(paths), search_path(paths)) == (None, []), "it has none"
     link(paths, root / "0123456789abcdef")
     with pytest.raises(StorageError, match=r"is gone; .*`hpc-train resume abc --code new`"):
         search_path(paths)
-
-
-def test_a_link_that_leads_to_itself_is_a_snapshot_that_is_gone(tree: Path, root: Path) -> None:
-    paths = small_run(root.parent)
-    paths.code.symlink_to(paths.code.name)
+    paths.code.unlink()
+    paths.code.symlink_to(paths.code.name)  # leads to itself
     with pytest.raises(StorageError, match=r"is gone; "):
         search_path(paths)
 
@@ -422,8 +409,7 @@ def test_a_private_key_is_never_in_a_snapshot(tree: Path, root: Path, name: str,
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["if '-----BEGIN PRIVATE KEY-----' in text:\n", f"-----BEGIN PUBLIC KEY-----\n{KEY}\n"],
+    "content", ["if '-----BEGIN PRIVATE KEY-----' in text:\n", f"-----BEGIN PUBLIC KEY-----\n{KEY}\n"]
 )
 def test_code_that_looks_for_keys_is_kept(tree: Path, content: str) -> None:
     (tree / "own.py").write_text(content)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.run import working_folder
 from hpc_train.run.code.snapshot import link
+from hpc_train.workloads.supervisor import make_working_folder
 from tests.run.code.trees import take, work_tree, write
 from tests.run.runs import small_run
 
@@ -21,9 +21,9 @@ def test_changed_files_stay_until_the_run_gets_another_snapshot(tmp_path: Path, 
     snapshots = sorted([*snapshots, take(root, tree)], reverse=is_later_first)
     paths = small_run(root.parent)
     link(paths, snapshots[0])
-    script = working_folder.make(paths, []) / "a.py"
+    script = make_working_folder(paths, []) / "a.py"
     script.write_text("changed")
-    assert working_folder.make(paths, []) == script.parent and script.read_text() == "changed"
+    assert make_working_folder(paths, []) == script.parent and script.read_text() == "changed"
     link(paths, snapshots[1])
-    working_folder.make(paths, [])
+    make_working_folder(paths, [])
     assert script.read_text() == "a.py"
