@@ -74,7 +74,7 @@ test: ## run all tests except those that take hours; as root on Debian installs 
 
 test-full: ## all tests with more seeds, all parallel settings, a short soak and mutation testing: hours
 	@+$(INSTALL_ALL)
-	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FUZZ=3000 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
+	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FUZZ=3000 HPC_TRAIN_TEST_ANSWERS=3000 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 
 test-slurm-new: install ## run the Slurm tests with Debian 13's Slurm 24.11 in a chroot: half an hour; needs root

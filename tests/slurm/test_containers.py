@@ -31,22 +31,25 @@ from tests.slurm.experiments import (
     records,
     see_it_preempted,
     standby_files,
+    start_now,
     submit,
     submit_one,
     wait_for_attempt,
     wait_for_attempt_end,
     wait_for_completion,
+    wait_for_first_step,
     wait_for_state,
     wait_for_step,
 )
 from tests.slurm.fixtures import leave_out
 from tests.slurm.host import why_not
+from tests.slurm.runs import high_job
 from tests.slurm.runs import wait_for_state as wait_for_job
 from tests.slurm.test_shared_jobs import SHARED, by_seed, reference
 from tests.slurm.test_spare_nodes import wait_until_held
 from tests.slurm.test_standby import STANDBY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PYXIS = Path(__file__).with_name("pyxis.c")
 #: A variable of the submission, whose value no command line may show.
@@ -72,7 +75,10 @@ def _cluster_with_pyxis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 @pytest.fixture
 def cluster(_cluster_with_pyxis: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """One test at a time on this machine, since podman lists the containers of all."""
+    """One test at a time on this machine, since podman lists the containers of all.
+
+    Ranks are not forked: the jobs are not told of a fork server.
+    """
     for name, value in _cluster_with_pyxis.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MY_TOKEN", SECRET)
@@ -98,10 +104,10 @@ def ranks_inside(paths: RunPaths, attempt: int, rank: int | None = None) -> list
     return [process for process in processes if "python" in Path(f"/proc/{process}/exe").readlink().name]
 
 
-def assert_inside(paths: RunPaths, attempt: int) -> None:
+def assert_inside(paths: RunPaths, attempt: int, ranks: int = 2) -> None:
     """The ranks are in the image, with the variables of the submission; no command line shows the secret."""
     processes = ranks_inside(paths, attempt)
-    assert len(processes) == 2, account(paths)
+    assert len(processes) == ranks, account(paths)
     for process in processes:
         variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         assert f"MY_TOKEN={SECRET}".encode() in variables
@@ -109,6 +115,7 @@ def assert_inside(paths: RunPaths, attempt: int) -> None:
     assert not any(SECRET.encode() in line for line in lines)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("runtime", ["podman", "apptainer"])
 def test_ranks_in_a_container_restart_in_place_and_resume_after_a_preemption(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path, runtime: str
@@ -176,12 +183,20 @@ def test_runs_in_containers_share_a_job(cluster: Cluster, quiet_runs: QuietRuns,
         (process,) = ranks_inside(first, 1)
         os.kill(process, signal.SIGKILL)
         wait_for_attempt(first, 2)
+        wait_for_first_step(first)
+        with high_job(cluster, records(first)[-1].hosts):
+            for run in (first, second):
+                ended = wait_for_attempt_end(run, len(run.attempt_folders()))
+                assert ended.cause == "preemption", account(run)
+    start_now(cluster, first)
     wait_for_completion(first, second)
     for seed, run in enumerate((first, second), start=1):
         assert_equal_to_the_bit(reference(quiet_runs, seed), run)
     assert job_of(first) == job_of(second)
-    assert [record.in_place for record in records(first)] == [False, True], account(first)
-    assert len(records(second)) == 1, account(second)
+    assert "killed by SIGKILL" in str(records(first)[0].reason), account(first)
+    assert [record.in_place for record in records(first)] == [False, True, False], account(first)
+    assert len(records(second)) == 2, account(second)
+    wait_for(lambda: not ranks_of(first) and not podman_containers(), "the end of all containers", LIMIT_S)
 
 
 def test_ranks_in_pyxis_resume_after_a_preemption(
@@ -189,12 +204,12 @@ def test_ranks_in_pyxis_resume_after_a_preemption(
 ) -> None:
     with Hold(tmp_path, 12) as hold:
         container = containers.override("pyxis", tmp_path, installed())
-        paths = submit_one(tmp_path, container, hold.override, text=TWO_RANKS)
+        paths = submit_one(tmp_path, container, "slurm.nodes=1", hold.override, text=TWO_RANKS)
         wait_until_held(hold, paths)
-        assert_inside(paths, 1)
+        assert_inside(paths, 1, ranks=1)
         see_it_preempted(cluster, paths)
     assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
-    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, ranks=1, environment=ENVIRONMENT), paths)
 
 
 @pytest.mark.soak

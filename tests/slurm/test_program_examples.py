@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.metric_rows import iter_rows
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, wait_for
@@ -160,9 +160,18 @@ def reach_the_time_limit(cluster: Cluster, runs: Sequence[Disturbed]) -> None:
         begin = datetime.fromisoformat(records(run.paths)[-1].events["begin"])
         if (datetime.now(UTC) - begin).total_seconds() < 25:
             cluster.run("scontrol", "update", f"JobId={job_of(run.paths)}", "TimeLimit=1")
-    for run in runs:
-        see_ends([run], "time limit")
-        cluster.run("scontrol", "update", f"JobId={job_of(run.paths)}", "TimeLimit=30")
+    left = list(runs)
+
+    def is_lifted() -> bool:
+        """Lift the limit of each run as soon as its attempt has ended; tell whether all are lifted."""
+        for run in list(left):
+            if (record := read_record(run.paths.attempt(run.attempt))) and record.end is not None:
+                cluster.run("scontrol", "update", f"JobId={job_of(run.paths)}", "TimeLimit=30")
+                left.remove(run)
+        return not left
+
+    wait_for(is_lifted, f"the time limit of {runs[0]}", LIMIT_S)
+    see_ends(runs, "time limit")
 
 
 def see_it_complete(run: Disturbed, reference: Path) -> None:

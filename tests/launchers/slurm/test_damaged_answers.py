@@ -1,7 +1,8 @@
 """Seeded sequences of damaged answers of Slurm's programs: no run is judged wrongly, no job submitted twice.
 
 A sequence is the life of one job, seen through answers that are late, incomplete, repeated or surrounded by a
-site's banners. HPC_TRAIN_TEST_ANSWERS is the number of sequences: 300, or 10,000 for ``make answers``.
+site's banners. HPC_TRAIN_TEST_ANSWERS is the number of sequences: 100, 3,000 in ``make test-full``, or 10,000
+for ``make answers``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hpc_train.run.attempts import read_record, write_record
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status, write_status
 from tests.launchers.slurm.queued import begin, queued_run
 
-_SEQUENCES = int(os.environ.get("HPC_TRAIN_TEST_ANSWERS", "300"))
+_SEQUENCES = int(os.environ.get("HPC_TRAIN_TEST_ANSWERS", "100"))
 _PER_TEST = 50
 _JOB = "4100"
 _SEPARATOR = "\x1f"
