@@ -9,11 +9,12 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from hpc_train.loggers import metrics_writer as logger_threads
 from hpc_train.loggers.base import LoggerContext, Row
@@ -104,6 +105,17 @@ def _replace(file: Path, text: str) -> None:
     new.rename(file)
 
 
+def _wait_awake(calls: Sequence[Future[Any]], limit_s: float) -> None:
+    """Wait for a call of a logger, and let the main thread handle signals meanwhile.
+
+    Of two signals in succession, as Slurm's SIGCONT and SIGTERM, Linux gives the second to another thread if
+    the first is still pending for this one, which then sleeps on without having run the second's handler.
+    """
+    deadline = time.monotonic() + limit_s
+    while wait(calls, 0.05).not_done and time.monotonic() < deadline:
+        pass
+
+
 class Holding:
     """The logger that keeps rank 0, whose peers wait for it in the next collective operation."""
 
@@ -111,6 +123,7 @@ class Holding:
         self._file = Path(context.args["file"])
         self._num_rows = 0
         logger_threads.LIMIT_S = HANG_LIMIT_S  # a logger that does not return sooner would be abandoned
+        vars(logger_threads)["wait"] = _wait_awake
 
     def log(self, row: Row) -> None:
         self._num_rows += 1
