@@ -113,13 +113,16 @@ def test_a_checkpoint_is_kept_for_its_evaluation_whose_job_is_cancelled_with_the
 
 
 def ranks_that_evaluate(paths: RunPaths) -> list[int]:
+    """Return the processes that import this run's code; runs of other tests may have the same id."""
     found = []
+    runs = os.fsencode(paths.folder.parents[1])
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             variables = (folder / "environ").read_bytes().split(b"\0")
             own = [entry for entry in variables if entry.startswith(b"HPC_TRAIN_RUN_FOLDER=")]
             is_rank = b"hpc_train.launchers.entry" in (folder / "cmdline").read_bytes()
-            if is_rank and any(b"hpc-train-evaluate-" in entry for entry in own):
+            is_ours = any(entry.startswith(b"PYTHONPATH=") and runs in entry for entry in variables)
+            if is_rank and is_ours and any(b"hpc-train-evaluate-" in entry for entry in own):
                 found += [int(folder.name)] if own[0].endswith(paths.folder.name.encode()) else []
     return found
 
@@ -135,6 +138,7 @@ def test_an_evaluation_that_is_killed_or_requeued_is_repeated(
         for rank in ranks_that_evaluate(paths):
             os.kill(rank, signal.SIGKILL)
         wait_for_rows(paths, 20)
+        wait_for(lambda: not ranks_that_evaluate(paths), "the end of the rank that wrote the row", LIMIT_S)
         hold.at(50)
         wait_for(lambda: bool(ranks_that_evaluate(paths)), f"an evaluation\n{account(paths)}", LIMIT_S)
         (job,) = jobs_of(paths)[40]
