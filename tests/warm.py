@@ -119,7 +119,7 @@ class ForkServer:
         self._environment = dict(environment)
 
     def can_change_to(self, environment: Mapping[str, str]) -> bool:
-        """Tell whether a fork that takes over this environment is like a process that started with it."""
+        """Return True if a fork that takes over this environment is like a process that started with it."""
         return _can_change(self._environment, environment)
 
     def for_jobs(self) -> dict[str, str]:

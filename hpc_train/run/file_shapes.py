@@ -185,7 +185,7 @@ def _default(part: Field[Any], hint: Any) -> Any:
 
 
 def _reader(hint: Any) -> tuple[_Check, Callable[[Any], Any] | None]:
-    """Return the check of a field's value, and what makes the field of it; None: it is the field."""
+    """Return the check of a field's value, and the function that converts it; None: it is kept."""
     if hint is Path:
         return _check_of(str), Path
     nested = next((member for member in get_args(hint) if is_dataclass(member)), None)

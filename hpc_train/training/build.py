@@ -18,7 +18,6 @@ from hpc_train.errors import ExitCode, printable
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.recovery.history import records
 from hpc_train.run import checkpoints, evaluation_jobs, metric_rows, weight_source
 from hpc_train.run.digests import DigestWriter, StepDigest
 from hpc_train.run.spikes import SpikeRule
@@ -199,7 +198,7 @@ def _trainer(
         status.best = selection.shown_best
     guard = _guard(rank, train_state, start, rule if acts else None, recorder)
     if not (run.interval or run.stretch):
-        run.interval = _auto_interval(rank)
+        run.interval = AutoInterval.of(rank)
     return Trainer(
         state=train_state,
         forward=forward,
@@ -258,14 +257,6 @@ def _guard(
         rule=rule,
         record=(lambda spike, reaction: spike) if recorder is None else recorder.record,
     )
-
-
-def _auto_interval(rank: Rank) -> AutoInterval | None:
-    """Return the interval of ``checkpoint.every: auto``; None on ranks that do not measure it."""
-    if not rank.experiment.checkpoint.every or not rank.events:
-        return None
-    earlier = [record for record in records(rank.paths) if record.attempt < rank.attempt]
-    return AutoInterval(rank.events, earlier)
 
 
 def _evaluates_by_job(run: TrainingRun) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
 from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval, minutes_between_saves
+from hpc_train.recovery.history import records
 from hpc_train.recovery.save_interval import save_interval
 from hpc_train.run.attempts import AttemptRecord, EventLog
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
@@ -31,6 +32,7 @@ from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.training.profiling import StepProfiler
+from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver, train_step
 from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.tasks.base import optional_metrics
@@ -186,6 +188,13 @@ class AutoInterval:
 
     def __post_init__(self) -> None:
         self._decide()
+
+    @classmethod
+    def of(cls, rank: Rank) -> AutoInterval | None:
+        """Return the interval for this attempt; None without the key, and on ranks other than rank 0."""
+        if not rank.experiment.checkpoint.every or not rank.events:
+            return None
+        return cls(rank.events, [record for record in records(rank.paths) if record.attempt < rank.attempt])
 
     def saved(self, stall_s: float) -> None:
         """Take a committed save into account."""

@@ -88,7 +88,7 @@ def test_a_claim_waits_for_who_cleans(run: RunPaths) -> None:
 
 
 def _waits_for_a_lock(thread: threading.Thread) -> bool:
-    """Tell whether the thread is inside flock(2), whose number is 73 on x86-64 and 32 on arm64."""
+    """Return True if the thread is inside flock(2), whose number is 73 on x86-64 and 32 on arm64."""
     state = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()[0]
     return state in {"73", "32"}
 

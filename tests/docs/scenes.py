@@ -131,7 +131,7 @@ class Stage:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Tell whether the process is stopped by SIGSTOP; Slurm sends SIGCONT before SIGTERM."""
+    """Return True if the process is stopped by SIGSTOP; Slurm sends SIGCONT before SIGTERM."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
     return False

@@ -22,7 +22,7 @@ TEXT = (REPOSITORY / "docs/architecture.md").read_text()
 
 
 def _exists(name: str) -> bool:
-    """Tell whether ``name``, ``package.module`` or ``package/module.py``, leads to a module or into one."""
+    """Return True if ``name``, ``package.module`` or ``package/module.py``, leads to a module or into one."""
     parts = name.removeprefix("hpc_train.").removesuffix(".py").replace("/", ".").strip(".").split(".")
     return any(
         (place := root.joinpath(*parts[:length])).is_dir() or place.with_suffix(".py").exists()

@@ -115,7 +115,7 @@ def test_names_use_plain_terms() -> None:
 
 
 class _Texts(NamedTuple):
-    """What a module says."""
+    """The texts and names of a module."""
 
     #: Line and text of the string constants with spaces: docstrings, messages, parts of f-strings.
     strings: list[tuple[int, str]]

@@ -74,7 +74,7 @@ class Hold:
         _replace(self._file, self._asked)
 
     def is_reached(self) -> bool:
-        """Tell whether the ranks wait."""
+        """Return True if the ranks wait."""
         return self._reached.exists() and self._reached.read_text() == self._asked
 
     def wait(self, process: subprocess.Popen[str], limit_s: float = HANG_LIMIT_S) -> None:

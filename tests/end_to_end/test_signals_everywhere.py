@@ -110,7 +110,7 @@ def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(tmp_p
 
 
 def waiting(held: Path, sample: int, *, in_evaluation: bool) -> str:
-    """Return a file of digits one of which nobody can read while ``held`` exists."""
+    """Return an experiment on digits with a sample that can't be read while ``held`` exists."""
     args = f"{{held: {sample}, path: {held}, in_evaluation: {str(in_evaluation).lower()}}}"
     data = f'data: {{name: "tests.end_to_end.parts:waiting", workers: 1, args: {args}}}'
     lines = [data if line.startswith("data:") else line for line in EXPERIMENT.splitlines()]

@@ -55,7 +55,7 @@ class Fault:
         raise NotImplementedError
 
     def is_past(self, run: Run) -> bool:
-        """Tell whether a fault that leaves the attempt alive has struck."""
+        """Return True if a fault that leaves the attempt alive has struck."""
         return True
 
 

@@ -132,7 +132,7 @@ def _soak() -> list[str]:
 
 
 def is_sound(report: Report) -> bool:
-    """Tell whether nothing failed and each fault has a test that passed, or a word why it has none."""
+    """Return True if nothing failed and each fault has a test that passed, or a word why it has none."""
     passed = {number for case in report.cases if case.result == "passed" for number in case.faults}
     left = [row for row in catalogue() if row.number not in passed and not (row.waits_for or row.not_here)]
     return not left and not any(case.result == "failed" for case in report.cases)

@@ -41,7 +41,7 @@ class Run(Protocol):
         ...
 
     def is_over(self, attempt: int) -> bool:
-        """Tell whether an attempt has ended."""
+        """Return True if an attempt has ended."""
         ...
 
     def go_on(self, attempt: int, **environment: str) -> None:

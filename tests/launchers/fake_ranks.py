@@ -98,6 +98,6 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def told(request: LaunchRequest, name: str) -> Callable[[], bool]:
-    """Tell whether all ranks have said ``name``."""
+    """Return True if all ranks have said ``name``."""
     files = [request.paths.folder / f"{name}-{rank}" for rank in range(request.devices or 1)]
     return lambda: all(file.exists() for file in files)

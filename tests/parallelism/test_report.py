@@ -42,7 +42,7 @@ def test_the_page_says_what_is_refused_and_what_to_write() -> None:
 
 
 def says(line: str, strategy: str, problem: Problem) -> bool:
-    """Tell whether a note has the problem's words, maybe with other strategies beside this one."""
+    """Return True if a note has the problem's words, maybe with other strategies beside this one."""
     before, _, after = f"{problem.message}; {problem.remedy}".partition(strategy)
     return before in line and strategy in line and line.endswith(after)
 

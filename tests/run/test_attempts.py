@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.paths import RunPaths
+from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import (
     EventLog,
     claim_attempt,
@@ -82,9 +82,14 @@ def test_a_claim_is_recorded_at_once_and_comes_back_as_it_was_written(run: RunPa
 # When an attempt did what.
 
 
-def test_who_agrees_before_its_own_signal_was_asked_by_the_others(tmp_path: Path) -> None:
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptPaths:
     attempt = RunPaths(tmp_path).attempt(1)
     attempt.folder.mkdir(parents=True)
+    return attempt
+
+
+def test_who_agrees_before_its_own_signal_was_asked_by_the_others(attempt: AttemptPaths) -> None:
     log = EventLog(attempt)
     log.note("agreed", "2026-11-21T15:46:39.782+00:00")
     log.signalled("SIGTERM", "2026-11-21T15:46:40.118+00:00")
@@ -94,9 +99,7 @@ def test_who_agrees_before_its_own_signal_was_asked_by_the_others(tmp_path: Path
     assert noted_signal(attempt) == "SIGTERM"
 
 
-def test_a_signal_of_its_own_counts_where_it_came_first(tmp_path: Path) -> None:
-    attempt = RunPaths(tmp_path).attempt(1)
-    attempt.folder.mkdir(parents=True)
+def test_a_signal_of_its_own_counts_where_it_came_first(attempt: AttemptPaths) -> None:
     log = EventLog(attempt)
     log.signalled("USR2", "2026-11-21T15:46:39.500+00:00")
     log.note("agreed", "2026-11-21T15:46:39.782+00:00")

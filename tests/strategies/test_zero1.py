@@ -203,7 +203,7 @@ def overflow_in_one_slice(rank: int, world_size: int) -> float:
 
 
 def gather_odd_shapes(rank: int, world_size: int) -> bool:
-    """Tell whether tensors of which each rank has its slice alone come back, in buckets of any size."""
+    """Return True if tensors of which each rank has its slice alone come back, in buckets of any size."""
     for bucket_bytes in (1, 100, 1 << 20):
         for dtype in (torch.float64, torch.bfloat16):
             expected = [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for shape in SHAPES]

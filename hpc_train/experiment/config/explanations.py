@@ -1,4 +1,4 @@
-"""Explains pydantic's errors in plain words: the problem with a key, and what to write instead.
+"""Explains pydantic's errors in plain words: the problem with a key, and its remedy.
 
 ``explain`` passes once over the errors of a file. An unknown key is explained by the key that it means, with
 its value as the file would have it, if both follow; a value by the schema's node of its key (``remedies``).

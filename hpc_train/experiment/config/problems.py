@@ -169,7 +169,7 @@ def with_blank(key: str, value: str, where: str = "") -> str:
 
 
 def related(one: KeyPath, other: KeyPath) -> bool:
-    """Tell whether one path is equal to the other or is its parent."""
+    """Return True if one path is equal to the other or is its parent."""
     shorter = min(len(one), len(other))
     return one[:shorter] == other[:shorter]
 
@@ -198,5 +198,5 @@ def shown(value: object) -> str:
 
 
 def is_clean(text: str) -> bool:
-    """Tell whether ``text`` has no control character and no line break of any kind."""
+    """Return True if ``text`` has no control character and no line break of any kind."""
     return not any(char < " " or "\x7f" <= char <= "\x9f" or char in "\u2028\u2029" for char in text)

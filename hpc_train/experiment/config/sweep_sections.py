@@ -109,7 +109,7 @@ class Distribution(Section):
         return tuple(getattr(self, self.kind))
 
     def contains(self, value: Any) -> bool:
-        """Tell whether ``value`` is one of the choices, or a number between the bounds and on a step."""
+        """Return True if ``value`` is one of the choices, or a number between the bounds and on a step."""
         if self.choice is not None:
             return comparable(value) in map(comparable, self.choice)
         if not self.is_number(value) or (self.is_whole and not float(value).is_integer()):
@@ -119,7 +119,7 @@ class Distribution(Section):
         return low <= float(value) <= high and abs(steps - round(steps)) < _ON_A_STEP
 
     def is_number(self, value: Any) -> bool:
-        """Tell whether ``value`` is a number of a range."""
+        """Return True if ``value`` is a number of a range."""
         return self.choice is None and isinstance(value, float | _Whole) and not isinstance(value, bool)
 
     def place_of(self, value: Any) -> _Whole:
@@ -187,7 +187,7 @@ class SweepConfig(Section):
         return tuple(map(_conditions, self.exclude))
 
     def is_excluded(self, values: Mapping[str, Any]) -> bool:
-        """Tell whether ``exclude`` names a run with these values."""
+        """Return True if ``exclude`` names a run with these values."""
         return any(_hold(conditions, values) for conditions in self.exclusions)
 
     @property

@@ -40,7 +40,7 @@ JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
 STAGES = "stages"
 #: Parts of ``sweep`` with distributions instead of values.
 _DRAWN = ("random", "search")
-#: What to pass instead of a path that is not an experiment file.
+#: Remedies for a path that is not an experiment file.
 _DESCRIBE = (
     "hpc-train trains the model, data and task that a YAML file names: `hpc-train init` writes one, and "
     "model.name, data.name and task accept your own code as package.module:factory (docs/plugins.md)"
@@ -49,7 +49,7 @@ _SCRIPT = (
     "to run it as it is, write a file with `name: my-run` and `program: {command: [python, FILE]}` "
     "(docs/programs.md); to move its parts, " + _DESCRIBE
 )
-#: Suffixes → the kind of file, and what to do instead.
+#: Suffixes → the kind of file, and the remedy.
 _KINDS = {
     ".py .pyw": ("a Python script", _SCRIPT),
     ".ipynb": ("a notebook", _DESCRIBE),
@@ -185,14 +185,14 @@ def _content(path: Path) -> bytes:
 
 
 def why_not_yaml(path: Path) -> str | None:
-    """Return what the file is and what to do instead; None if it may be an experiment file."""
+    """Return the error for a file of another kind, with a remedy; None if it may be an experiment file."""
     kind, remedy = _BY_SUFFIX.get(path.suffix.lower(), ("", ""))
     remedy = remedy.replace("FILE]", f"{path.name}]")
     return f"{path}: is {kind}, not an experiment file; {remedy}" if kind else None
 
 
 def instead_of_missing(path: Path) -> str:
-    """Return what to write instead of a path that can't be read: a file beside it, or a command for a run."""
+    """Return the remedy for a path that can't be read: a file beside it, or a command for a run."""
     folder = path if path.is_dir() else path.parent
     names = {str(folder / name): name for name in sorted(_yaml_files(folder))}
     if path.is_dir():
@@ -314,7 +314,7 @@ def _failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]
 
 
 def _is_free(path: KeyPath) -> bool:
-    """Tell whether the user chose the key's name, in a mapping whose other keys can be checked without it."""
+    """Return True if the user chose the name of the key; the mapping's other keys can be checked without it."""
     return not isinstance(path[-1], int) and not keys.known_keys(path[:-1])
 
 
