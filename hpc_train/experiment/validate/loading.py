@@ -314,7 +314,7 @@ def _failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]
 
 
 def _is_free(path: KeyPath) -> bool:
-    """Return True if the user chose the name of the key; the mapping's other keys can be checked without it."""
+    """Return True if the user chose the key's name; the mapping's other keys can be checked without it."""
     return not isinstance(path[-1], int) and not keys.known_keys(path[:-1])
 
 
