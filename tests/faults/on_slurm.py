@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from tests.end_to_end.runs import Done, hpc_train, write_experiment
 from tests.faults.runs import HELD_ROW, wait
 from tests.faults.shim import Shim
 from tests.slurm.cluster import Cluster
-from tests.slurm.experiments import ENVIRONMENT, RANK_MODULES, account, job_of
+from tests.slurm.experiments import ENVIRONMENT, account, job_of, ranks_of
 from tests.slurm.runs import field, preempt
 
 
@@ -174,17 +173,13 @@ class SlurmRun:
 
     def _rank_environments(self) -> dict[int, dict[str, str]]:
         """Return the environments of the newest attempt's ranks by process."""
-        wanted = {"HPC_TRAIN_RUN_FOLDER": str(self.paths.folder), "HPC_TRAIN_ATTEMPT": str(self.attempt())}
         found = {}
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                # srun has the same words behind its own name.
-                if RANK_MODULES.intersection(words) and os.path.basename(words[0]) != b"srun":  # noqa: PTH119
-                    variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                    environment = dict(line.split("=", 1) for line in variables if "=" in line)
-                    if wanted.items() <= environment.items() and "SLURM_PROCID" in environment:
-                        found[int(entry.name)] = environment
+        for pid in ranks_of(self.paths, attempt=self.attempt()):
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+                environment = dict(line.split("=", 1) for line in variables if "=" in line)
+                if "SLURM_PROCID" in environment:
+                    found[pid] = environment
         return found
 
 

@@ -130,20 +130,25 @@ def see_it_preempted(cluster: Cluster, paths: RunPaths) -> AttemptRecord:
 
 
 def ranks_of(paths: RunPaths, rank: int | None = None, attempt: int | None = None) -> list[int]:
-    """Return the processes of the run's ranks that live on this machine, whichever node they are on."""
+    """Return the processes of the run's ranks that live on this machine, whichever node they are on.
+
+    Without those that a rank forks, which look like it, as a command does until it is executed.
+    """
     wanted = {f"HPC_TRAIN_RUN_FOLDER={paths.folder}".encode()}
     if attempt is not None:
         wanted.add(f"HPC_TRAIN_ATTEMPT={attempt}".encode())
     if rank is not None:
         wanted.add(f"SLURM_PROCID={rank}".encode())
-    found = []
+    #: Process → its parent and its program.
+    ranks: dict[int, tuple[int, Path]] = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             is_rank = not RANK_MODULES.isdisjoint(words) and Path(words[0].decode()).name != "srun"
             if is_rank and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return found
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                ranks[int(folder.name)] = parent, (folder / "exe").readlink()
+    return [pid for pid, (parent, program) in ranks.items() if ranks.get(parent, (0, None))[1] != program]
 
 
 def standby_files(paths: RunPaths) -> list[Path]:

@@ -106,9 +106,9 @@ def ranks_inside(paths: RunPaths, attempt: int, rank: int | None = None) -> list
 
 def assert_inside(paths: RunPaths, attempt: int, ranks: int = 2) -> None:
     """The ranks are in the image, with the variables of the submission; no command line shows the secret."""
-    processes = ranks_inside(paths, attempt)
-    assert len(processes) == ranks, account(paths)
-    for process in processes:
+    # Those that were on standby and are not needed may not have ended yet.
+    wait_for(lambda: len(ranks_inside(paths, attempt)) == ranks, f"the ranks\n{account(paths)}", LIMIT_S)
+    for process in ranks_inside(paths, attempt):
         variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         assert f"MY_TOKEN={SECRET}".encode() in variables
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
@@ -152,13 +152,14 @@ def test_containers_on_standby_and_on_a_spare_node(
             tmp_path, container, "slurm.spare_nodes=1", *STANDBY, hold.override, text=TWO_RANKS
         )
         wait_until_held(hold, paths)
-        wait_for(lambda: len(standby_files(paths)) == 2, f"ranks on standby\n{account(paths)}", LIMIT_S)
-        waiting = ranks_inside(paths, 2)
+        are_ready = lambda: len(standby_files(paths)) == len(ranks_inside(paths, 2)) == 2  # noqa: E731
+        wait_for(are_ready, f"ranks on standby\n{account(paths)}", LIMIT_S)
+        waiting = sorted(ranks_inside(paths, 2))
         hold.at(14, since_attempt=2)
         (process,) = ranks_inside(paths, 1, rank=1)
         os.kill(process, signal.SIGKILL)
         wait_until_held(hold, paths)
-        assert sorted(ranks_inside(paths, 2)) == sorted(waiting), account(paths)
+        wait_for(lambda: sorted(ranks_inside(paths, 2)) == waiting, account(paths), LIMIT_S)
         assert_inside(paths, 2)
         hold.at(16, since_attempt=3)
         cluster.kill_node("n2", with_jobs=True)

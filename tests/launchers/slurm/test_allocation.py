@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -110,23 +111,28 @@ def shown(
 @pytest.mark.parametrize(
     ("signalled", "request_", "job", "cause", "reason"),
     [
-        ("SIGINT", "SIGINT", shown(), "interrupted", "stopped by Ctrl-C"),
-        (None, "SIGKILL", shown(), "interrupted", "stopped by Ctrl-C"),
-        ("SIGUSR2", "SIGUSR2", shown(left_s=100), "time limit", "time limit at step 7"),
-        ("SIGTERM", None, shown(left_s=10), "time limit", "time limit at step 7"),
-        ("SIGTERM", None, shown(left_s=0, lasted_s=600), "interrupted", "stopped by SIGTERM"),
+        ("SIGINT", "SIGINT", {}, "interrupted", "stopped by Ctrl-C"),
+        (None, "SIGKILL", {}, "interrupted", "stopped by Ctrl-C"),
+        ("SIGUSR2", "SIGUSR2", {"left_s": 100}, "time limit", "time limit at step 7"),
+        ("SIGTERM", None, {"left_s": 10}, "time limit", "time limit at step 7"),
+        ("SIGTERM", None, {"left_s": 0, "lasted_s": 600}, "interrupted", "stopped by SIGTERM"),
         (
             "SIGTERM",
             None,
-            shown(more="PreemptTime=2026-11-28T10:00:00 "),
+            {"more": "PreemptTime=2026-11-28T10:00:00 "},
             "preemption",
             "preempted at step 7",
         ),
-        ("SIGTERM", None, "", "interrupted", "stopped by SIGTERM"),
+        ("SIGTERM", None, None, "interrupted", "stopped by SIGTERM"),
     ],
 )
 def test_a_stop_ends_the_run_as_interrupted(
-    run: tuple[RunPaths, Path], signalled: str | None, request_: str | None, job: str, cause: str, reason: str
+    run: tuple[RunPaths, Path],
+    signalled: str | None,
+    request_: str | None,
+    job: Mapping[str, Any] | None,
+    cause: str,
+    reason: str,
 ) -> None:
     paths, submission = run
     write_status(paths, RunStatus("running", step=7, attempt=1))
@@ -136,7 +142,11 @@ def test_a_stop_ends_the_run_as_interrupted(
         events.signalled(signalled, now_ms())
     if request_:
         (submission / "stop-request").write_text(f"{request_}\n")
-    environ = HERE | {"SLURM_ARRAY_TASK_ID": "7", "HPC_TRAIN_ATTEMPT": "1", JOB: job}
+    environ = HERE | {
+        "SLURM_ARRAY_TASK_ID": "7",
+        "HPC_TRAIN_ATTEMPT": "1",
+        JOB: "" if job is None else shown(**job),
+    }
     assert after(submission, 75 if signalled else 137, environ) == "stop 75"
     status = read_status(paths)
     resume = f"; `hpc-train resume {paths.folder.name} --here` continues it"
