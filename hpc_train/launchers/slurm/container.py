@@ -25,7 +25,10 @@ from hpc_train.launchers.slurm.profiles import Profile
 #: - A process outside of the step removes the container once this shell has ended, by SIGKILL too: conmon,
 #:   the container's parent, is not a child of the step. It waits for the end of a pipe that only this shell
 #:   has open for writing.
-#: - The shell outlives the signals, which podman passes on, and ends as the rank did.
+#: - Slurm signals each process of the step. podman starts crun to pass a signal on; where the next one ends
+#:   this crun, as SIGTERM after SIGCONT, podman passes on no more and may end itself (4.3, observed). So the
+#:   shell outlives the signals and passes them on as well, follows the container where podman has left it,
+#:   and ends as the rank did.
 _PODMAN = """
 options=();
 while read -r name; do
@@ -46,9 +49,20 @@ container="hpc-train-${SLURM_JOB_ID-}-${SLURM_PROCID-}-$$";
 exec {open}> >(
   exec setsid --fork bash -c 'read -r; podman rm --force --ignore --time 0 "$0"' "$container" > /dev/null 2>&1
 );
-trap : INT TERM USR2;
-podman run --rm --interactive --name "$container" "${options[@]}" "$@" {open}>&-;
-code=$?;
+in_background() { (trap - INT; exec podman "$@") <&0 {open}>&- & };
+follow() {
+  while wait $!; code=$?; kill -0 $! 2> /dev/null; do :; done;
+  wait $!; code=$?;
+};
+for name in INT TERM USR2; do
+  trap "podman kill --signal $name $container > /dev/null 2>&1" $name;
+done;
+in_background run --rm --interactive --name "$container" "${options[@]}" "$@";
+follow;
+while [ "$code" -gt 128 ] && [ "$(podman ps --quiet --filter "name=$container")" ]; do
+  in_background attach --no-stdin "$container";
+  follow;
+done;
 trap - INT TERM USR2;
 [ "$code" -le 128 ] || kill -"$((code - 128))" $$;
 exit $code

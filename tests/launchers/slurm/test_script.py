@@ -406,6 +406,17 @@ def test_a_profiles_trap_stays(tmp_path: Path, programs: Programs, monkeypatch: 
 #: Runs the command that follows the image.
 APPTAINER = 'while [[ $1 != *.sif ]]; do shift; done; shift; exec "$@"'
 PODMAN = '[ "$1" = run ] || exit 0; while [[ $1 != */image:O ]]; do shift; done; shift; exec "$@"'
+#: Its container outlives it: a signal for the shell and for podman ends podman.
+LEAVING_PODMAN = """
+cd {folder}
+case $1 in
+  run) bash -c 'trap "echo 75 > code; exit" TERM; touch ready; while :; do sleep 0.05; done' & echo $! > pid
+    until [ -e ready ]; do sleep 0.05; done; kill -TERM $PPID $$; sleep 60 ;;
+  kill) [ "$2 $3" = "--signal TERM" ] && kill -TERM "$(< pid)" ;;
+  ps) [ -e left ] || echo 0123abcd; touch left ;;
+  attach) until [ -e code ]; do sleep 0.05; done; exit "$(< code)" ;;
+esac
+"""
 PYXIS = f'[ "$*" = --help ] && echo "  --container-image=IMAGE" && exit\n{SRUN}'
 
 
@@ -470,6 +481,19 @@ def test_ranks_run_in_podman_with_the_variables_of_the_job(
     assert " --env TOKEN " in call and "secret" not in call and "LD_LIBRARY_PATH" not in call
     assert f" --workdir {Path.cwd()} --rootfs {tmp_path}/image:O {shutil.which('python3')} -I -S " in call
     assert "nvidia.com" not in call
+
+
+def test_a_rank_that_podman_leaves_at_a_signal_gets_it_and_is_followed(
+    tmp_path: Path, programs: Programs
+) -> None:
+    folder = tmp_path / "podman"
+    folder.mkdir()
+    programs.put("podman", LEAVING_PODMAN.format(folder=folder))
+    programs.put("srun", f"{SRUN.replace('exec ', '')}echo $? > {tmp_path}/code")
+    (tmp_path / "image").mkdir()
+    done = run(in_container(tmp_path, image=f"{tmp_path}/image", runtime="podman"), programs)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "code").read_text() == "75\n", done.stderr
 
 
 def test_podman_gets_the_gpus_of_a_job_that_requests_some(tmp_path: Path) -> None:
