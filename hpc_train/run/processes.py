@@ -178,13 +178,13 @@ def _start_ticks(pid: int) -> int | None:
     return None if fields[0] in {"Z", "X"} else int(fields[19])
 
 
-def _environment(pid: int, text: str = "") -> dict[bytes, bytes]:
-    """Return the environment of a process; empty if it is not readable or does not contain ``text``."""
+def _environment(pid: int, containing: str = "") -> dict[bytes, bytes]:
+    """Return the environment of a process; empty if it is not readable or lacks the text ``containing``."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return {}
-    if text.encode() not in block:  # most processes: ten times as fast as parsing
+    if containing.encode() not in block:  # parsing takes ten times as long
         return {}
     return dict(entry.partition(b"=")[::2] for entry in block.split(b"\0"))
 

@@ -132,14 +132,14 @@ def see_it_preempted(cluster: Cluster, paths: RunPaths) -> AttemptRecord:
 def ranks_of(paths: RunPaths, rank: int | None = None, attempt: int | None = None) -> list[int]:
     """Return the processes of the run's ranks that live on this machine, whichever node they are on.
 
-    Without those that a rank forks, which look like it, as a command does until it is executed.
+    Children of a rank with the same executable don't count: a command looks like the rank until ``exec``.
     """
     wanted = {f"HPC_TRAIN_RUN_FOLDER={paths.folder}".encode()}
     if attempt is not None:
         wanted.add(f"HPC_TRAIN_ATTEMPT={attempt}".encode())
     if rank is not None:
         wanted.add(f"SLURM_PROCID={rank}".encode())
-    #: Process → its parent and its program.
+    #: By process: its parent and its executable.
     ranks: dict[int, tuple[int, Path]] = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ from tests.slurm.experiments import (
     ranks_of,
     records,
     see_it_preempted,
-    standby_files,
     start_now,
     submit,
     submit_one,
@@ -47,7 +47,7 @@ from tests.slurm.runs import high_job
 from tests.slurm.runs import wait_for_state as wait_for_job
 from tests.slurm.test_shared_jobs import SHARED, by_seed, reference
 from tests.slurm.test_spare_nodes import wait_until_held
-from tests.slurm.test_standby import STANDBY
+from tests.slurm.test_standby import STANDBY, wait_for_ranks, wait_for_standby
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,13 +100,17 @@ def podman_containers() -> list[str]:
 
 def ranks_inside(paths: RunPaths, attempt: int, rank: int | None = None) -> list[int]:
     """Return the ranks' processes in the image, without those around them that have the same arguments."""
-    processes = [process for process in ranks_of(paths, rank, attempt) if containers.is_inside(process)]
-    return [process for process in processes if "python" in Path(f"/proc/{process}/exe").readlink().name]
+    inside = []
+    for process in ranks_of(paths, rank, attempt):
+        with suppress(OSError):  # it may end meanwhile
+            executable = Path(f"/proc/{process}/exe").readlink().name
+            inside += [process] if containers.is_inside(process) and "python" in executable else []
+    return inside
 
 
 def assert_inside(paths: RunPaths, attempt: int, ranks: int = 2) -> None:
     """The ranks are in the image, with the variables of the submission; no command line shows the secret."""
-    # Those that were on standby and are not needed may not have ended yet.
+    # Ranks on standby for this attempt that were not used may not have ended yet.
     wait_for(lambda: len(ranks_inside(paths, attempt)) == ranks, f"the ranks\n{account(paths)}", LIMIT_S)
     for process in ranks_inside(paths, attempt):
         variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
@@ -152,14 +156,12 @@ def test_containers_on_standby_and_on_a_spare_node(
             tmp_path, container, "slurm.spare_nodes=1", *STANDBY, hold.override, text=TWO_RANKS
         )
         wait_until_held(hold, paths)
-        are_ready = lambda: len(standby_files(paths)) == len(ranks_inside(paths, 2)) == 2  # noqa: E731
-        wait_for(are_ready, f"ranks on standby\n{account(paths)}", LIMIT_S)
-        waiting = sorted(ranks_inside(paths, 2))
+        waiting = wait_for_standby(paths, 2, ranks_inside)
         hold.at(14, since_attempt=2)
         (process,) = ranks_inside(paths, 1, rank=1)
         os.kill(process, signal.SIGKILL)
         wait_until_held(hold, paths)
-        wait_for(lambda: sorted(ranks_inside(paths, 2)) == waiting, account(paths), LIMIT_S)
+        wait_for_ranks(paths, 2, waiting, ranks_inside)
         assert_inside(paths, 2)
         hold.at(16, since_attempt=3)
         cluster.kill_node("n2", with_jobs=True)

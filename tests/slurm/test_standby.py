@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,21 +34,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STANDBY = ("recovery.standby=true", "recovery.restart=in_place", "checkpoint.every_steps=5")
 
 
-def wait_for_standby(paths: RunPaths, attempt: int) -> set[int]:
-    """Wait until both ranks of the attempt are on standby; return their processes."""
+def wait_for_standby(
+    paths: RunPaths, attempt: int, find_ranks: Callable[..., list[int]] = ranks_of
+) -> set[int]:
+    """Wait until both ranks of the attempt are on standby; return their processes.
+
+    They start after the first step of the attempt before, which therefore must not be held in its first row.
+    """
 
     def are_ready() -> bool:
         files = [file for file in standby_files(paths) if file.parent.name.endswith(f"-{attempt}")]
-        # A command that a rank starts looks like the rank for a moment.
-        return len(files) == len(ranks_of(paths, attempt=attempt)) == 2
+        return len(files) == len(find_ranks(paths, attempt=attempt)) == 2
 
     wait_for(are_ready, f"ranks on standby\n{account(paths)}", LIMIT_S)
-    return set(ranks_of(paths, attempt=attempt))
+    return set(find_ranks(paths, attempt=attempt))
 
 
-def wait_for_ranks(paths: RunPaths, attempt: int, processes: set[int]) -> None:
+def wait_for_ranks(
+    paths: RunPaths, attempt: int, processes: set[int], find_ranks: Callable[..., list[int]] = ranks_of
+) -> None:
     """Wait until these are the ranks of the attempt."""
-    wait_for(lambda: set(ranks_of(paths, attempt=attempt)) == processes, account(paths), LIMIT_S)
+    wait_for(lambda: set(find_ranks(paths, attempt=attempt)) == processes, account(paths), LIMIT_S)
 
 
 def kill(paths: RunPaths, rank: int, attempt: int) -> None:

@@ -116,13 +116,7 @@ def shown(
         ("SIGUSR2", "SIGUSR2", {"left_s": 100}, "time limit", "time limit at step 7"),
         ("SIGTERM", None, {"left_s": 10}, "time limit", "time limit at step 7"),
         ("SIGTERM", None, {"left_s": 0, "lasted_s": 600}, "interrupted", "stopped by SIGTERM"),
-        (
-            "SIGTERM",
-            None,
-            {"more": "PreemptTime=2026-11-28T10:00:00 "},
-            "preemption",
-            "preempted at step 7",
-        ),
+        ("SIGTERM", None, {"more": "PreemptTime=2026-11-28T10:00:00 "}, "preemption", "preempted at step 7"),
         ("SIGTERM", None, None, "interrupted", "stopped by SIGTERM"),
     ],
 )
