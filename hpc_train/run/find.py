@@ -204,10 +204,14 @@ def _latest(word: str, runs: Sequence[RunPaths], place: int) -> RunPaths:
     return sorted(runs, key=started, reverse=True)[place - 1]
 
 
-def started(paths: RunPaths) -> str:
-    """Return when the run's newest attempt started, or the run was created: UTC, ISO 8601."""
+def started(paths: RunPaths) -> tuple[str, int]:
+    """Return a key that sorts runs by the second in which they started, then by when they were created.
+
+    A run's newest attempt counts; of a run without one, its creation.
+    """
     record = newest_record(paths)
-    return record.start if record else str((read_json(paths.run) or {}).get("created"))
+    start = record.start if record else str((read_json(paths.run) or {}).get("created"))
+    return start, paths.experiment.stat().st_mtime_ns
 
 
 def _ambiguous(text: str, runs: Sequence[RunPaths]) -> str:

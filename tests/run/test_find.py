@@ -78,6 +78,12 @@ def test_latest_is_the_run_that_started_last(folders: list[Path], word: str, pla
     assert _found(word) == [folders[place]]
 
 
+def test_of_runs_started_in_the_same_second_the_one_created_last_is_the_latest(folders: list[Path]) -> None:
+    for folder, created in zip(folders, (1, 2, 4, 3), strict=True):
+        os.utime(folder / "experiment.yaml", ns=(created, created))
+    assert [_found(f"-{place}") for place in (1, 2, 3, 4)] == [[folders[index]] for index in (2, 3, 1, 0)]
+
+
 @pytest.mark.parametrize(("name", "answer"), [("one", "write one"), ("four", "hpc-train submit .*exp.yaml")])
 def test_a_file_is_answered_with_its_experiment(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, answer: str

@@ -410,11 +410,12 @@ PODMAN = '[ "$1" = run ] || exit 0; while [[ $1 != */image:O ]]; do shift; done;
 LEAVING_PODMAN = """
 cd {folder}
 case $1 in
-  run) bash -c 'trap "echo 75 > code; exit" TERM; touch ready; while :; do sleep 0.05; done' & echo $! > pid
-    until [ -e ready ]; do sleep 0.05; done; kill -TERM $PPID $$; sleep 60 ;;
+  run) bash -c 'trap "echo 75 > new; mv new code; exit" TERM; touch ready; while sleep 0.05; do :; done' &
+    echo $! > pid; until [ -e ready ]; do sleep 0.05; done; kill -TERM $PPID $$; sleep 60 ;;
   kill) [ "$2 $3" = "--signal TERM" ] && kill -TERM "$(< pid)" ;;
   ps) [ -e left ] || echo 0123abcd; touch left ;;
-  attach) until [ -e code ]; do sleep 0.05; done; exit "$(< code)" ;;
+  attach) until [ -e code ]; do sleep 0.05; done; exit 125 ;;
+  wait) cat code ;;
 esac
 """
 PYXIS = f'[ "$*" = --help ] && echo "  --container-image=IMAGE" && exit\n{SRUN}'
@@ -477,7 +478,7 @@ def test_ranks_run_in_podman_with_the_variables_of_the_job(
     assert done.returncode == 0, done.stderr
     assert int((tmp_path / "code").read_text()) == (128 - ended_by if ended_by < 0 else code)
     call, *_ = programs.calls("podman")
-    assert call.startswith("run --rm --interactive --name hpc-train-7-0-")
+    assert call.startswith("run --interactive --name hpc-train-7-0-")
     assert " --env TOKEN " in call and "secret" not in call and "LD_LIBRARY_PATH" not in call
     assert f" --workdir {Path.cwd()} --rootfs {tmp_path}/image:O {shutil.which('python3')} -I -S " in call
     assert "nvidia.com" not in call
