@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,12 @@ def test_nothing_is_reported_of_opaque_images_of_eight_bits(root: Path) -> None:
         ("x.jpg", Image.fromarray(COLORS), {"exif": turned()}, "EXIF orientation"),
         ("x.jpg", Image.fromarray(COLORS).convert("CMYK"), {}, "CMYK"),
         (
+            "x.tif",
+            Image.frombytes("RGBX", (8, 8), bytes(256)),
+            {},
+            "more than three bands, of which the first",
+        ),
+        (
             "x.tiff",
             Image.fromarray(COLORS),
             {"save_all": True, "append_images": [Image.fromarray(COLORS)]},
@@ -88,6 +96,41 @@ def test_values_outside_the_range_are_counted(root: Path) -> None:
     assert "1 of 4 inspected images have values of 0 to 252, which" in notices(root, value_range=(0, 251))
     assert "have values of 0 to 252, which" in notices(root, value_range=(1, 252))
     assert notices(root, value_range=(0, 252)) == ""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "count"),
+    [
+        (lambda root: (root / "val").symlink_to("train"), 3),
+        (lambda root: shutil.copytree(root / "train", root / "val"), 3),
+        (lambda root: write(root / "val/a/1.png", Image.fromarray(COLORS[::-1])), 0),
+    ],
+    ids=["link", "copy", "other images of one name"],
+)
+def test_validation_images_that_are_training_images_are_counted(
+    root: Path, spoil: Callable[[Path], object], count: int
+) -> None:
+    spoil(root)
+    said = notices(root)
+    assert ("inspected images are validation images that the training data contain too" in said) == (
+        count > 0
+    )
+    assert not count or f"data: {count} of {2 * count} inspected" in said
+
+
+def test_class_numbers_with_another_color_are_counted(tmp_path: Path) -> None:
+    folder, colors = masks(tmp_path, 0, 1), [[0, 0, 0], [255, 0, 0]]
+    args = {"num_classes": 2}
+    for swapped in (False, True):
+        for number in range(4):
+            path = folder / f"train/masks/{number:03d}.png"
+            order = slice(None, None, -1 if swapped and number % 2 else 1)
+            with Image.open(path) as image:
+                mask = Image.fromarray(np.asarray(image), "P")
+            mask.putpalette(np.array(colors[order]).flatten().tolist())
+            mask.save(path)
+        said = notices(folder, "segmentation_folder", args)
+        assert ("2 of 4 inspected images have masks in which a class number has another" in said) == swapped
 
 
 def test_the_previews_in_a_jpeg_are_no_frames(root: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import simplejpeg
 import torch
@@ -191,8 +192,19 @@ def states_its_range(image: ImageFile.ImageFile) -> bool:
 
 def has_sixteen_bit_colors(image: ImageFile.ImageFile) -> bool:
     """Return True for an opened file with more bits per color than the eight that Pillow reads."""
-    if image.mode not in {"RGB", "RGBA"} or not image.tile:
+    if image.mode not in {"RGB", "RGBA"}:
         return False
-    decoder_args = image.tile[0][3]
+    rawmode, *more = _decoder_args(image)
+    return ";16" in rawmode or (image.format == "PPM" and any(value > 255 for value in more))
+
+
+def has_more_bands(image: ImageFile.ImageFile) -> bool:
+    """Return True for an opened TIFF file with bands beside three colors, which Pillow drops."""
+    return image.format == "TIFF" and image.mode == "RGB" and "X" in _decoder_args(image)[0]
+
+
+def _decoder_args(image: ImageFile.ImageFile) -> tuple[Any, ...]:
+    """Return the mode of the stored pixels, and other arguments of Pillow's decoder."""
+    decoder_args = image.tile[0][3] if image.tile else ""
     rawmode, *more = decoder_args if isinstance(decoder_args, tuple) else (decoder_args,)
-    return ";16" in str(rawmode) or (image.format == "PPM" and any(value > 255 for value in more))
+    return str(rawmode), *more

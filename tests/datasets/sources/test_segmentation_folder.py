@@ -163,6 +163,15 @@ def test_a_mask_is_turned_as_its_own_orientation_says(tmp_path: Path) -> None:
     assert turned.tolist() == [[4, 1], [5, 2], [6, 3]]
 
 
+def test_a_mask_of_changed_values_is_refused(root: Path) -> None:
+    mask = root / "val/masks/001.png"
+    Image.fromarray(np.ones((10, 14), dtype=np.uint8)).save(mask, "JPEG")
+    with pytest.raises(
+        BadFileError, match=r"mask .*001\.png is JPEG, whose compression changes class numbers"
+    ):
+        read(build(root))
+
+
 def test_mask_values_are_classes_in_their_order(root: Path) -> None:
     mask = np.array([[0, 255], [7, 0]], dtype=np.uint8)
     for split, count in (("train", 5), ("val", 3)):

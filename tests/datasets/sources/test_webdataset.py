@@ -221,7 +221,7 @@ def test_names_of_shards() -> None:
         (
             {f"a.v1.{n}": {"jpg": b"x", "cls": b"0"} for n in range(9)},
             {},
-            r"a has no image \(v1\.0\.jpg, .*, …\); .* ends at the first dot of a name like a\.v1\.0\.jpg: write",
+            r"a has no image \(v1\.0\.jpg, .*, …\); .* the first dot of a name like a\.v1\.0\.jpg: write",
         ),
         (one(json=b'{"b": 1}'), OF_JSON, r"sample a has no field 'a' in its JSON \(b\); .* write another"),
         (one(json=b'{"a": 1.5}'), OF_JSON, r"target '1\.5', not a class; .* data\.args\.target: number"),

@@ -164,8 +164,8 @@ def name_remarks(names: Sequence[str]) -> Iterator[str]:
     if len(numbers) > 2 and list(names) == sorted(names) and numbers != sorted(numbers):
         order = listed([f"{shortened(name)} is class {place}" for place, name in enumerate(names)], 4)
         yield (
-            f"{len(numbers)} of {len(names)} classes are numbers, in alphabetical order: {order}; if class "
-            "numbers matter, as for class_weights or weights of another program, write all with as many digits"
+            f"{len(numbers)} of {len(names)} classes are numbers, in alphabetical order: {order}; if the "
+            "order matters, as for class_weights or weights of another program, write equally many digits"
         )
     if [number for number, _ in numbers if number < 0] == [-1] and len(numbers) > 2:
         yield "the class -1 is trained like the others; if it marks images without a label, remove them"

@@ -29,6 +29,8 @@ from hpc_train.training.datasets.sources.image_files import Skipped, images_belo
 from hpc_train.training.datasets.sources.infer import image_info
 
 _SHOWN = 3
+#: Formats of Pillow that always change values.
+_LOSSY = ("JPEG", "MPO")
 
 
 class MaskedFiles:
@@ -119,6 +121,11 @@ def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
             raise BadFileError(
                 f"data: its mask {path} has colors (mode {image.mode}); save one class number per pixel as "
                 "gray or palette PNG"
+            )
+        if image.format in _LOSSY:
+            raise BadFileError(
+                f"data: its mask {path} is {image.format}, whose compression changes class numbers; write it "
+                "again as PNG, from the original"
             )
         factor = SCALED_MASKS.get(str(image.tile[0][3])) if image.tile else None
         pixels = np.array(image)
