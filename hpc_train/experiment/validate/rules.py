@@ -212,7 +212,7 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
 
 @rule("normalize.range", "data.normalize")
 def normalization_is_of_values_from_0_to_1(experiment: Experiment) -> Iterator[Problem]:
-    """``mean`` and ``std`` are those of values from 0 to 1; with those of bytes every pixel is almost equal."""
+    """``mean`` and ``std`` are those of values from 0 to 1, not of bytes."""
     normalize = experiment.data.normalize
     for key, values in (("mean", normalize.mean), ("std", normalize.std)) if normalize else ():
         if (highest := max(values, default=0)) > 1:
