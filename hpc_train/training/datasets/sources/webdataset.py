@@ -26,6 +26,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts import data_size, listed_data
+from hpc_train.experiment.data_facts.file_content import block_digest
 from hpc_train.training.datasets import index_files, token_writing
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.sources.infer import image_info
@@ -40,6 +41,8 @@ _LONG_HEADERS = (*_PAX_TYPES, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK
 _MAX_HEADER_BYTES = 1 << 20
 #: GNU tar's type of a volume label, ``tar --label``.
 _LABEL = b"V"
+#: Blocks of shards that are compared if their sizes are equal.
+_COMPARED = 16, 1 << 16
 #: Maximum size of a target: a class, or a JSON file with a field for it.
 _MAX_TARGET_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
@@ -117,14 +120,26 @@ def _check_files(split: str, paths: list[Path]) -> None:
 
 def _shard_remarks(shards: dict[str, list[Path]]) -> Iterator[str]:
     """Yield remarks on shards that are read twice, or as training and validation data."""
-    files = {split: Counter(map(os.path.realpath, paths)) for split, paths in shards.items()}
-    names = {os.path.realpath(path): path.name for paths in reversed(shards.values()) for path in paths}
+    digests = _digests([path for paths in shards.values() for path in paths])
+    files = {split: Counter(map(digests.__getitem__, paths)) for split, paths in shards.items()}
+    names = {digests[path]: path.name for paths in reversed(shards.values()) for path in paths}
     for split, counts in files.items():
         repeated = [names[file] for file, count in counts.items() if count > 1]
         if repeated:
-            yield f"{split} names {listed(repeated, 5)} more than once, so an epoch has these samples twice"
+            shown = listed(repeated, 5)
+            yield f"{split} names {shown} or a copy more than once, so an epoch has these samples twice"
     if shared := sorted(names[file] for file in files["train"].keys() & files.get("val", Counter()).keys()):
         yield f"train and val both name {listed(shared, 5)}, so the validation data are training data"
+
+
+def _digests(paths: list[Path]) -> dict[Path, str]:
+    """Return the size of each shard, with a digest of parts of its content if another has the same size."""
+    sizes = {path: path.stat().st_size for path in paths}
+    counts = Counter(sizes.values())
+    return {
+        path: f"{size} {block_digest(path, *_COMPARED) if counts[size] > 1 else ''}"
+        for path, size in sizes.items()
+    }
 
 
 def _index(
