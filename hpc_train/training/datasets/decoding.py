@@ -22,7 +22,9 @@ from torch import Tensor
 from hpc_train.errors import BadFileError
 from hpc_train.training.datasets import images
 
-_JPEG_START = b"\xff\xd8"
+_JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+#: At the end of a file: the part of it that was allocated and not written.
+_ZEROS = bytes(64)
 #: Requested channels and the file's colorspace → the colorspace to decode to, if Pillow's result is the same.
 #: Its conversions of color to gray and of CMYK to RGB differ from libjpeg's.
 _DECODED_TO = {(3, "YCbCr"): "RGB", (3, "RGB"): "RGB", (3, "Gray"): "RGB", (1, "Gray"): "GRAY"}
@@ -171,6 +173,9 @@ def decode(content: bytes, channels: int, rules: images.PixelRules = images.DEFA
 
 
 def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: images.PixelRules) -> Tensor:
+    is_unfinished = content.startswith(_JPEG_START) and content.endswith(_ZEROS)
+    if is_unfinished and not content.rstrip(b"\0").endswith(_JPEG_END):  # libjpeg decodes it to gray
+        raise OSError("the JPEG file ends in zeros, like a file that was not written to its end")
     with images.open_image(content, rules.max_pixels) as image:
         if rules.value_range is not None and has_sixteen_bit_colors(image):
             raise BadFileError(

@@ -180,7 +180,7 @@ def _check_numbers(args: SegmentationFolderArgs) -> None:
     if args.ignore_index < args.num_classes and not values:
         raise BadFileError(
             f"data.args.ignore_index: {args.ignore_index} is one of the {args.num_classes} classes; write a "
-            f"number from {args.num_classes} on, like 255, or the values of the classes as data.args.mask_values"
+            f"number from {args.num_classes} on, like 255, or name the classes in data.args.mask_values"
         )
     if args.ignore_index in values and args.ignore_index != _DEFAULT_IGNORED:
         raise BadFileError(
