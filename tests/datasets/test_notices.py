@@ -6,16 +6,18 @@ import ast
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import hpc_train
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.building import build_source
-from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.notices import batch_notices, data_notices
 from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
@@ -168,6 +170,48 @@ def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
     assert "3 files with other extensions (.gif 2, .npy 1; first: train/a/1.gif)" in said
     assert "1 files beside the class folders" in said and "train/outside.png" in said
     assert "the folders test in" in said
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "keys", "words"),
+    [
+        (
+            torch.full((2, 3, 4, 4), 255.0),
+            None,
+            {},
+            "images are floats of 255 to 255, and floats count as norm",
+        ),
+        (torch.full((2, 3, 4, 4), 2.5), torch.ones(2, 3, 4, 4), {}, None),
+        (
+            torch.ones(2, 3, 4, 4),
+            torch.ones(2, 3, 4, 4, dtype=torch.uint8),
+            {},
+            "the training data returns floats",
+        ),
+        (
+            torch.ones(2, 3, 4, 4),
+            torch.ones(2, 3, 4, 4, dtype=torch.uint8),
+            {"normalize": {"mean": [0], "std": [1]}},
+            None,
+        ),
+        (
+            torch.ones(2, 3, 4, 4, dtype=torch.uint8),
+            None,
+            {},
+            "bytes from 0 to 1, and bytes are divided by 255",
+        ),
+        (torch.full((2, 3, 4, 4), 2, dtype=torch.uint8), None, {}, None),
+        (torch.full((2, 300), 255.0), None, {}, None),
+        ({"a": torch.full((2, 3, 4, 4), 255.0)}, None, {}, None),
+    ],
+)
+def test_values_in_another_range_are_reported(
+    train: Any, val: Any, keys: dict[str, Any], words: str | None
+) -> None:
+    batches: Any = [SimpleNamespace(inputs=inputs) for inputs in (train, val) if inputs is not None]
+    lines = list(batch_notices(batches, DataConfig(name="digits", **keys)))
+    assert len(lines) == (words is not None)
+    assert words is None or words in lines[0]
 
 
 def masks(root: Path, *values: int) -> Path:

@@ -22,12 +22,14 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import expanded
 from hpc_train.training.datasets import decoding, images
 from hpc_train.training.datasets.base import DataSource, FileSplit
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.types import Batch, DataInfo
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
 INSPECTED = 32
 #: Data sets whose training data are all images below ``root/train``.
 _FOLDERS = ("imagefolder", "segmentation_folder")
+#: Larger values of floats are not those of normalized images (assumed).
+_MAX_NORMALIZED = 32
 #: Formats with several images per file of which the others are previews.
 _PREVIEWS = ("JPEG", "MPO")
 _LOSSES = {
@@ -66,6 +68,33 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
     if isinstance(files.train, FileSplit) and more_masks_s:
         inspected.inspect_masks("train", files.train, more_masks_s)
     return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
+
+
+def batch_notices(batches: Sequence[Batch], data: DataConfig) -> Iterator[str]:
+    """Yield lines on images whose values can't be in the range that they count as.
+
+    ``batches``: of training and, if there are any, of validation samples.
+    """
+    train, *others = (batch.inputs for batch in batches)
+    if not isinstance(train, torch.Tensor) or train.dim() != 4 or train.numel() == 0:
+        return
+    low, high = (float(value) for value in train.aminmax())
+    if not train.is_floating_point():
+        if train.dtype == torch.uint8 and high <= 1:
+            yield f"data: images are bytes from 0 to {high:g}, and bytes are divided by 255; return 0 to 255"
+    elif others and isinstance(others[0], torch.Tensor) and others[0].dtype == torch.uint8:
+        if data.normalize is None:
+            part = "training data" if data.transform is None else "data.transform"
+            yield (
+                f"data: the {part} returns floats of {low:.3g} to {high:.3g}, which count as normalized, and "
+                "validation images are normalized by the mean and standard deviation of the data set; write "
+                "those of the floats as data.normalize"
+            )
+    elif high > _MAX_NORMALIZED:
+        yield (
+            f"data: images are floats of {low:.3g} to {high:.3g}, and floats count as normalized; return "
+            "bytes, or (x - mean) / std"
+        )
 
 
 class _Inspection:
