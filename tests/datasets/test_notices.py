@@ -186,7 +186,7 @@ def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
             torch.ones(2, 3, 4, 4),
             torch.ones(2, 3, 4, 4, dtype=torch.uint8),
             {},
-            "the training data returns floats",
+            "data: training images are floats of 1 to 1, which",
         ),
         (
             torch.ones(2, 3, 4, 4),

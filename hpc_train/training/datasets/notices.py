@@ -84,11 +84,11 @@ def batch_notices(batches: Sequence[Batch], data: DataConfig) -> Iterator[str]:
             yield f"data: images are bytes from 0 to {high:g}, and bytes are divided by 255; return 0 to 255"
     elif others and isinstance(others[0], torch.Tensor) and others[0].dtype == torch.uint8:
         if data.normalize is None:
-            part = "training data" if data.transform is None else "data.transform"
+            key = "data" if data.transform is None else "data.transform"
             yield (
-                f"data: the {part} returns floats of {low:.3g} to {high:.3g}, which count as normalized, and "
-                "validation images are normalized by the mean and standard deviation of the data set; write "
-                "those of the floats as data.normalize"
+                f"{key}: training images are floats of {low:.3g} to {high:.3g}, which count as normalized, "
+                "and validation images are normalized by the mean and standard deviation of the data set; "
+                "write those of the training images as data.normalize"
             )
     elif high > _MAX_NORMALIZED:
         yield (
