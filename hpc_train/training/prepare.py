@@ -38,7 +38,7 @@ from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import try_samples
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.notices import batch_notices, data_notices
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
 from hpc_train.training.models.building import build_model
@@ -122,6 +122,10 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
             task = make_task(experiment, source.info)
         batches, bad = _try_data(experiment, source, task)
         facts.bad_samples += [sample for sample in bad if sample not in facts.bad_samples]
+        for notice in batch_notices(batches, experiment.data):
+            if notice not in facts.notices:
+                facts.notices.append(notice)
+                say(notice)
         tried = PreparedModel(experiment.model.name, experiment.task, experiment.data.name)
         if (key := (data, model, experiment.task)) not in models:
             models[key] = tried
@@ -223,7 +227,7 @@ def _fetch_model(
         say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
         tried.unchecked = why
         return None
-    load_initial_weights(model, config)
+    load_initial_weights(model, config, info.class_names)
     state = assemble(model, trial_step.on_one_rank(experiment), arithmetic, trial_step.ONE_RANK)
     model, report = state.model, state.pretrained
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"

@@ -100,7 +100,7 @@ def build(
     """
     seed_build(config.seed)
     model = building.build_model(config.model, info)
-    load_initial_weights(model, config.model)
+    load_initial_weights(model, config.model, info.class_names)
     return assemble(model, config, batches, context)
 
 
@@ -159,8 +159,10 @@ def _strategy(config: Experiment, context: RankContext) -> Strategy:
     return cast(Strategy, strategy)
 
 
-def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
+def load_initial_weights(model: nn.Module, config: ModelConfig, class_names: Sequence[str] = ()) -> None:
     """Load the weights by name, in place; ``models.weights.report_of`` returns the report.
+
+    The report mentions a head that was trained for other classes than ``class_names``.
 
     Raises BadFileError if they can't be read or do not fit the model.
     """
@@ -170,15 +172,23 @@ def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
     if source.is_file():
         weights, name = weight_files.read_weights(str(source), KEY)
     else:
-        weights, name = _weights_of_checkpoint(CheckpointPaths(source)), described(source)
+        weights, note = _weights_of_checkpoint(CheckpointPaths(source), class_names)
+        name = weight_files.with_notes(described(source), [note])
     load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
-def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:
+def _weights_of_checkpoint(checkpoint: CheckpointPaths, class_names: Sequence[str]) -> tuple[StateDict, str]:
+    """Return the weights, and a note if their head is for as many classes, but not for ``class_names``."""
     if problems := verify(checkpoint):
         raise BadFileError(f"{KEY}: {checkpoint.folder} is damaged: {'; '.join(problems)}; name another run")
-    entries = plain_weights(checkpoint, SavedState.read(checkpoint))
-    return {name: entry.read() for name, entry in entries.items()}
+    saved = SavedState.read(checkpoint)
+    weights = {name: entry.read() for name, entry in plain_weights(checkpoint, saved).items()}
+    info = (saved.extra.get("data") or {}).get("info")
+    theirs = list(info.get("class_names") or ()) if isinstance(info, dict) else []
+    differing = [pair for pair in zip(theirs, class_names, strict=False) if pair[0] != pair[1]]
+    if len(theirs) != len(class_names) or not differing:
+        return weights, ""
+    return weights, "with the head's output for {!a:.40} now that for {!a:.40}".format(*differing[0])
 
 
 def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:

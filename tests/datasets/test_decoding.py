@@ -64,6 +64,7 @@ FILES = {
     "GIF": content("GIF"),
     "WebP": content("WEBP"),
     "JPEG with bytes after its end": content() + b"more",
+    "JPEG with zeros after its end": content() + bytes(100),
 }
 
 
@@ -86,6 +87,9 @@ def test_ordinary_jpeg_is_not_left_to_pillow(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_truncated_file_has_pillows_error(form: str, channels: int) -> None:
     with pytest.raises(OSError, match="truncated"):
         decode(content(form)[:-40], channels)
+    if form == "JPEG":
+        with pytest.raises(OSError, match="not written to its end"):
+            decode(content(form)[:-100] + bytes(100), channels)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xd8", b"\xff\xd8\xff", b"text"])

@@ -99,10 +99,15 @@ def test_five_channels_do_not_become_three() -> None:
         as_tensor(torch.zeros(5, 4, 4), 3)
 
 
-def test_evaluation_crop_equals_torchvisions_resize_and_centre_crop() -> None:
-    image = random_images(1, 3, 40, 56)[0]
-    expected = tvf.center_crop(tvf.resize(image, [32], antialias=True), [28, 28])
-    assert torch.equal(centre_square(image, 28, 0.875), expected)
+@pytest.mark.parametrize(
+    ("side", "ratio", "resized"),
+    [(28, 0.875, 32), (224, 0.9, 248), (224, 224 / 232, 232), (299, 0.875, 341), (299, 299 / 342, 342)],
+    ids=["ImageNet", "timm's BEiT", "torchvision's ResNet", "timm's Inception", "torchvision's Inception"],
+)
+def test_evaluation_crop_equals_a_resize_and_centre_crop(side: int, ratio: float, resized: int) -> None:
+    image = random_images(1, 3, side + 12, side + 28)[0]
+    expected = tvf.center_crop(tvf.resize(image, [resized], antialias=True), [side, side])
+    assert torch.equal(centre_square(image, side, ratio), expected)
 
 
 @pytest.mark.parametrize(("height", "width"), [(3, 50), (50, 3), (8, 8), (9, 8), (1, 1)])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import hpc_train
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.building import build_source
-from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.notices import batch_notices, data_notices
 from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
@@ -63,6 +67,12 @@ def test_nothing_is_reported_of_opaque_images_of_eight_bits(root: Path) -> None:
         ("x.jpg", Image.fromarray(COLORS), {"exif": turned()}, "EXIF orientation"),
         ("x.jpg", Image.fromarray(COLORS).convert("CMYK"), {}, "CMYK"),
         (
+            "x.tif",
+            Image.frombytes("RGBX", (8, 8), bytes(256)),
+            {},
+            "more than three bands, of which the first",
+        ),
+        (
             "x.tiff",
             Image.fromarray(COLORS),
             {"save_all": True, "append_images": [Image.fromarray(COLORS)]},
@@ -88,6 +98,41 @@ def test_values_outside_the_range_are_counted(root: Path) -> None:
     assert "1 of 4 inspected images have values of 0 to 252, which" in notices(root, value_range=(0, 251))
     assert "have values of 0 to 252, which" in notices(root, value_range=(1, 252))
     assert notices(root, value_range=(0, 252)) == ""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "count"),
+    [
+        (lambda root: (root / "val").symlink_to("train"), 3),
+        (lambda root: shutil.copytree(root / "train", root / "val"), 3),
+        (lambda root: write(root / "val/a/1.png", Image.fromarray(COLORS[::-1])), 0),
+    ],
+    ids=["link", "copy", "other images of one name"],
+)
+def test_validation_images_that_are_training_images_are_counted(
+    root: Path, spoil: Callable[[Path], object], count: int
+) -> None:
+    spoil(root)
+    said = notices(root)
+    assert ("inspected images are validation images that the training data contain too" in said) == (
+        count > 0
+    )
+    assert not count or f"data: {count} of {2 * count} inspected" in said
+
+
+def test_class_numbers_with_another_color_are_counted(tmp_path: Path) -> None:
+    folder, colors = masks(tmp_path, 0, 1), [[0, 0, 0], [255, 0, 0]]
+    args = {"num_classes": 2}
+    for swapped in (False, True):
+        for number in range(4):
+            path = folder / f"train/masks/{number:03d}.png"
+            order = slice(None, None, -1 if swapped and number % 2 else 1)
+            with Image.open(path) as image:
+                mask = Image.fromarray(np.asarray(image), "P")
+            mask.putpalette(np.array(colors[order]).flatten().tolist())
+            mask.save(path)
+        said = notices(folder, "segmentation_folder", args)
+        assert ("2 of 4 inspected images have masks in which a class number has another" in said) == swapped
 
 
 def test_the_previews_in_a_jpeg_are_no_frames(root: Path) -> None:
@@ -125,6 +170,48 @@ def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
     assert "3 files with other extensions (.gif 2, .npy 1; first: train/a/1.gif)" in said
     assert "1 files beside the class folders" in said and "train/outside.png" in said
     assert "the folders test in" in said
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "keys", "words"),
+    [
+        (
+            torch.full((2, 3, 4, 4), 255.0),
+            None,
+            {},
+            "images are floats of 255 to 255, and floats count as norm",
+        ),
+        (torch.full((2, 3, 4, 4), 2.5), torch.ones(2, 3, 4, 4), {}, None),
+        (
+            torch.ones(2, 3, 4, 4),
+            torch.ones(2, 3, 4, 4, dtype=torch.uint8),
+            {},
+            "data: training images are floats of 1 to 1, which",
+        ),
+        (
+            torch.ones(2, 3, 4, 4),
+            torch.ones(2, 3, 4, 4, dtype=torch.uint8),
+            {"normalize": {"mean": [0], "std": [1]}},
+            None,
+        ),
+        (
+            torch.ones(2, 3, 4, 4, dtype=torch.uint8),
+            None,
+            {},
+            "bytes from 0 to 1, and bytes are divided by 255",
+        ),
+        (torch.full((2, 3, 4, 4), 2, dtype=torch.uint8), None, {}, None),
+        (torch.full((2, 300), 255.0), None, {}, None),
+        ({"a": torch.full((2, 3, 4, 4), 255.0)}, None, {}, None),
+    ],
+)
+def test_values_in_another_range_are_reported(
+    train: Any, val: Any, keys: dict[str, Any], words: str | None
+) -> None:
+    batches: Any = [SimpleNamespace(inputs=inputs) for inputs in (train, val) if inputs is not None]
+    lines = list(batch_notices(batches, DataConfig(name="digits", **keys)))
+    assert len(lines) == (words is not None)
+    assert words is None or words in lines[0]
 
 
 def masks(root: Path, *values: int) -> Path:

@@ -43,6 +43,18 @@ def test_a_checkpoints_weights_are_those_that_export_writes(tmp_path: Path) -> N
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     report = report_of(model)
     assert report is not None and (report.source, report.missing) == ("run run at step 1", ())
+    facts = {"num_samples": 9, "classes": "x", "info": {"class_names": ["a", "b", "c"]}}
+    trainee.checkpointer(run).save(trainee.state, 2, {"data": facts})
+    config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(2).folder))
+    for names, note in (
+        ("abc", ""),
+        ("acb", " (with the head's output for 'b' now that for 'c')"),
+        ("ab", ""),
+    ):
+        load_initial_weights(model, config, list(names))
+        report = report_of(model)
+        assert report is not None and report.source == f"run run at step 2{note}"
+    config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(1).folder))
     (run.checkpoint(1).folder / "shard-00000.safetensors").write_bytes(b"")
     with pytest.raises(BadFileError, match=r"^model.init_from: .*step-00000001 is damaged: .*; name another"):
         load_initial_weights(model, config)

@@ -54,7 +54,8 @@ class SegmentationFolderArgs(Section):
     num_classes: Annotated[PositiveInt, Field(le=255)]
     """Number of classes; pixels of masks are 0 to ``num_classes`` - 1 or ``ignore_index``."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
-    """Value of pixels that are not trained on and not counted."""
+    """Value of pixels that are not trained on and not counted. With ``mask_values`` it may be any value that
+    is not one of them, such as 0."""
     class_names: list[str] = []
     """Names of the classes, for the names of metrics. Default: their numbers."""
     mask_values: list[Annotated[int, Field(ge=0, le=65535)]] = []

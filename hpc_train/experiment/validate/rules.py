@@ -210,6 +210,17 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
         yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
 
 
+@rule("normalize.range", "data.normalize")
+def normalization_is_of_values_from_0_to_1(experiment: Experiment) -> Iterator[Problem]:
+    """``mean`` and ``std`` are those of values from 0 to 1, not of bytes."""
+    normalize = experiment.data.normalize
+    for key, values in (("mean", normalize.mean), ("std", normalize.std)) if normalize else ():
+        if (highest := max(values, default=0)) > 1:
+            scaled = ", ".join(f"{value / 255:.4g}" for value in values)
+            message = f"has the value {highest:g}, and pixels are scaled to 0 to 1 before"
+            yield Problem(("data", "normalize", key), message, f"write [{scaled}], if it is that of bytes")
+
+
 #: Providers whose weights may define mean and std.
 _NORMALIZING = [name for name, facts in MODELS.items() if facts.preprocessing]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import simplejpeg
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor
 from hpc_train.errors import BadFileError
 from hpc_train.training.datasets import images
 
-_JPEG_START = b"\xff\xd8"
+_JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+#: At the end of a file: the part of it that was allocated and not written.
+_ZEROS = bytes(64)
 #: Requested channels and the file's colorspace → the colorspace to decode to, if Pillow's result is the same.
 #: Its conversions of color to gray and of CMYK to RGB differ from libjpeg's.
 _DECODED_TO = {(3, "YCbCr"): "RGB", (3, "RGB"): "RGB", (3, "Gray"): "RGB", (1, "Gray"): "GRAY"}
@@ -170,6 +173,9 @@ def decode(content: bytes, channels: int, rules: images.PixelRules = images.DEFA
 
 
 def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: images.PixelRules) -> Tensor:
+    is_unfinished = content.startswith(_JPEG_START) and content.endswith(_ZEROS)
+    if is_unfinished and not content.rstrip(b"\0").endswith(_JPEG_END):  # libjpeg decodes it to gray
+        raise OSError("the JPEG file ends in zeros, like a file that was not written to its end")
     with images.open_image(content, rules.max_pixels) as image:
         if rules.value_range is not None and has_sixteen_bit_colors(image):
             raise BadFileError(
@@ -191,8 +197,19 @@ def states_its_range(image: ImageFile.ImageFile) -> bool:
 
 def has_sixteen_bit_colors(image: ImageFile.ImageFile) -> bool:
     """Return True for an opened file with more bits per color than the eight that Pillow reads."""
-    if image.mode not in {"RGB", "RGBA"} or not image.tile:
+    if image.mode not in {"RGB", "RGBA"}:
         return False
-    decoder_args = image.tile[0][3]
+    rawmode, *more = _decoder_args(image)
+    return ";16" in rawmode or (image.format == "PPM" and any(value > 255 for value in more))
+
+
+def has_more_bands(image: ImageFile.ImageFile) -> bool:
+    """Return True for an opened TIFF file with bands beside three colors, which Pillow drops."""
+    return image.format == "TIFF" and image.mode == "RGB" and "X" in _decoder_args(image)[0]
+
+
+def _decoder_args(image: ImageFile.ImageFile) -> tuple[Any, ...]:
+    """Return the mode of the stored pixels, and other arguments of Pillow's decoder."""
+    decoder_args = image.tile[0][3] if image.tile else ""
     rawmode, *more = decoder_args if isinstance(decoder_args, tuple) else (decoder_args,)
-    return ";16" in str(rawmode) or (image.format == "PPM" and any(value > 255 for value in more))
+    return str(rawmode), *more

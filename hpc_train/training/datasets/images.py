@@ -8,6 +8,7 @@ Legend: B images, C channels, H rows, W columns.
 from __future__ import annotations
 
 import io
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -335,7 +336,8 @@ def centre_square(
 ) -> Tensor:
     """Resize and crop to the centre square of ``side`` pixels, ``crop_ratio`` of the shorter side."""
     height, width = image.shape[-2:]
-    shorter = max(side, round(side / crop_ratio))
+    # Rounded down as timm does; torchvision's ratios are those of whole numbers.
+    shorter = max(side, math.floor(side / crop_ratio + 1e-6))
     if height <= width:
         height, width = shorter, int(shorter * width / height)
     else:

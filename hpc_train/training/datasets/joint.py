@@ -239,8 +239,8 @@ def _aligned(part: Rectangle, placed: Rectangle, canvas: Sides, hflip: bool, vfl
     return Geometry(part, placed, canvas, hflip, vflip, reduction)
 
 
-#: Boxes whose sides are shorter than this many pixels after a random crop are dropped (assumed).
-_MINIMUM_SIDE = 1.0
+#: Boxes with a side of fewer pixels on the canvas are not trained on (assumed).
+MINIMUM_SIDE = 1.0
 
 
 def moves_targets(spec: TargetSpecs) -> bool:
@@ -300,7 +300,7 @@ class JointTransform:
         moved: dict[str, Any] = dict(parts)
         flags: list[Tensor] | None = None
         for name, boxes in parts_moved_as("boxes", self._spec, targets):
-            minimum = _MINIMUM_SIDE if self._is_training else 0.0
+            minimum = MINIMUM_SIDE if self._is_training else 0.0
             pairs = [
                 geometry.boxes(values, minimum) for geometry, values in zip(geometries, boxes, strict=True)
             ]

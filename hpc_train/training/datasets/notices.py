@@ -5,10 +5,12 @@ Image files and masks are inspected in a sample, so the time is bounded for any 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,12 +19,17 @@ from PIL import Image, ImageFile
 
 from hpc_train.errors import listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.paths import expanded
 from hpc_train.training.datasets import decoding, images
 from hpc_train.training.datasets.base import DataSource, FileSplit
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.types import Batch, DataInfo
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
 INSPECTED = 32
+#: Data sets whose training data are all images below ``root/train``.
+_FOLDERS = ("imagefolder", "segmentation_folder")
+#: Larger values of floats are not those of normalized images (assumed).
+_MAX_NORMALIZED = 32
 #: Formats with several images per file of which the others are previews.
 _PREVIEWS = ("JPEG", "MPO")
 _LOSSES = {
@@ -37,6 +44,12 @@ _LOSSES = {
     "turn them",
     "mask": "have another EXIF orientation than their masks; store both upright",
     "frames": "have several frames or pages, of which the first is used; store each as a file",
+    "bands": "have more than three bands, of which the first three are used as red, green and blue; write a "
+    "data set that returns all of them",
+    "palette": "have masks in which a class number has another color of the palette than in masks before; if "
+    "the colors are the classes, their numbers are wrong: save all masks with one palette",
+    "shared": "are validation images that the training data contain too, so the evaluation is too good; "
+    "remove them from one of the two",
     "cmyk": "are CMYK, which is converted to RGB without a color profile; convert them if colors matter",
 }
 
@@ -46,7 +59,8 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
 
     ``more_masks_s``: time limit for reading further training masks if the first ones lack classes.
     """
-    inspected = _Inspection(images.PixelRules.of(data), source.info)
+    root = Path(expanded(data.root)) if data.root and data.name in _FOLDERS else None
+    inspected = _Inspection(images.PixelRules.of(data), source.info, root)
     files = source.packed_from or source
     for name, split in (("train", files.train), ("val", files.val)):
         if isinstance(split, FileSplit):
@@ -56,11 +70,41 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
     return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
 
 
+def batch_notices(batches: Sequence[Batch], data: DataConfig) -> Iterator[str]:
+    """Yield lines on images whose values can't be in the range that they count as.
+
+    ``batches``: of training and, if there are any, of validation samples.
+    """
+    train, *others = (batch.inputs for batch in batches)
+    if not isinstance(train, torch.Tensor) or train.dim() != 4 or train.numel() == 0:
+        return
+    low, high = (float(value) for value in train.aminmax())
+    if not train.is_floating_point():
+        if train.dtype == torch.uint8 and high <= 1:
+            yield f"data: images are bytes from 0 to {high:g}, and bytes are divided by 255; return 0 to 255"
+    elif others and isinstance(others[0], torch.Tensor) and others[0].dtype == torch.uint8:
+        if data.normalize is None:
+            key = "data" if data.transform is None else "data.transform"
+            yield (
+                f"{key}: training images are floats of {low:.3g} to {high:.3g}, which count as normalized, "
+                "and validation images are normalized by the mean and standard deviation of the data set; "
+                "write those of the training images as data.normalize"
+            )
+    elif high > _MAX_NORMALIZED:
+        yield (
+            f"data: images are floats of {low:.3g} to {high:.3g}, and floats count as normalized; return "
+            "bytes, or (x - mean) / std"
+        )
+
+
 class _Inspection:
     """Conversions that lose information, and class numbers in masks, of a sample of image files."""
 
-    def __init__(self, rules: images.PixelRules, info: DataInfo) -> None:
-        self._rules, self._info = rules, info
+    def __init__(self, rules: images.PixelRules, info: DataInfo, root: Path | None = None) -> None:
+        """``root``: the folder of the splits if each contains all images below its folder."""
+        self._rules, self._info, self._root = rules, info, root
+        #: Number in a mask with a palette → its color.
+        self._colors: dict[int, list[int]] = {}
         self._num_files = 0
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
@@ -81,6 +125,8 @@ class _Inspection:
                 content, target = split.file_content(index)
                 if not decoding.is_decoded(content):
                     self._inspect_file(split, index, content)
+                    if name == "val":
+                        self._compare_with_train(images.sample_path(split, index), content)
             except Exception:  # any error of a source or Pillow: reading the sample reports it
                 continue
             self._add_mask(name, split, index, target)
@@ -202,6 +248,27 @@ class _Inspection:
                 mask.load()
                 if images.orientation_of(mask) != orientation:
                     self._note("mask", name)
+                if mask.mode == "P" and not self._has_known_colors(mask):
+                    self._note("palette", name)
+
+    def _has_known_colors(self, mask: Image.Image) -> bool:
+        """Return True unless a number in the mask has another color than in a mask before."""
+        palette, numbers = mask.getpalette() or [], np.unique(np.asarray(mask)).tolist()
+        colors = {number: palette[3 * number : 3 * number + 3] for number in numbers}
+        return all(self._colors.setdefault(number, color) == color for number, color in colors.items())
+
+    def _compare_with_train(self, path: Path | None, content: bytes | bytearray) -> None:
+        """Note a validation image that is a link into train, or that train contains with the same name."""
+        if self._root is None or path is None:
+            return
+        train, (_, *inner) = self._root / "train", path.relative_to(self._root).parts
+        same = train.joinpath(*inner)
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(train)) or (
+            same.is_file()
+            and same.stat().st_size == len(content)
+            and images.image_content(os.fspath(same)) == content
+        ):
+            self._note("shared", str(path))
 
     def _note(self, kind: str, name: str) -> None:
         self._counts[kind] += 1
@@ -213,6 +280,8 @@ class _Inspection:
             yield "frames", 0, 0
         if decoding.has_sixteen_bit_colors(image):
             yield "colors", 0, 0
+        if decoding.has_more_bands(image):
+            yield "bands", 0, 0
         if image.mode == "CMYK":
             yield "cmyk", 0, 0
         if _is_transparent(image):

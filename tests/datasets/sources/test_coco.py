@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,19 @@ def box(*bbox: float) -> Change:
         (lambda d: d["categories"].clear(), "no categories; write"),
         (lambda d: d["annotations"][0].update(iscrowd="0"), "annotation 106 of .* iscrowd '0'; write 0 or 1"),
         (box(1, 1, 10**400, 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
-        (lambda d: d["images"][0].update(width=10**400), "image 0 without file_name, width and height"),
+        (lambda d: d["images"][0].update(width=10**400), r"image 0 of 10+ x 32 pixels \(width x height\)"),
+        (
+            lambda d: d["images"][0].update(width=32.0),
+            r"image 0 of 32\.0 x 32 pixels .*; write whole numbers",
+        ),
+        (
+            lambda d: [entry.update(bbox=[3, 4, 20, 20], area=17 * 16) for entry in d["annotations"]],
+            r"annotation 106 of .* area 272, which is that of left, top, right, bottom, .*; write \[left",
+        ),
+        (
+            lambda d: [entry.update(bbox=[3, 4, 30, 31]) for entry in d["annotations"]],
+            r"annotation 106 of .* pixels; all boxes of the file would fit as left, top, right, bottom",
+        ),
         (lambda d: d["images"][1].update(id=10**20), r"image \{'id': 10+,.*; give each an id"),
         (lambda d: d["categories"][0].update(name="\ud800"), "category .*; give each an id of its own"),
         (lambda d: d.pop("images"), "no list 'images'; write it in the format of COCO"),
@@ -266,12 +279,60 @@ def test_an_image_with_too_many_pixels_is_reported_by_its_reader(root: Path) -> 
     assert "data.max_image_pixels is 1023" in failure_of(data, 5)
 
 
-def test_prepare_prints_how_file_and_folder_differ(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    change(root, lambda d: (d["annotations"].append(d["annotations"][0]), d["images"].pop(6)))
-    (root / "test.json").touch()
-    build_source(DataConfig(name="coco", root=str(root)), download=True)
-    printed = capfd.readouterr().err
-    assert f"{root}/test.json is not read" in printed
-    assert printed.count("is not read") == 1
-    assert f"1 image below {root}/train is in no list: 6.png" in printed
-    assert "train.json has 1 annotation more than once" in printed
+def share_a_folder(root: Path) -> None:
+    """Make val a link to train, with one image in both files."""
+    shutil.rmtree(root / "val")
+    (root / "val").symlink_to("train")
+    document = read(root)
+    write(root, "val", document | {"images": document["images"][6:], "annotations": []})
+    change(root, lambda d: d.update(images=d["images"][:7]))
+    change(root, lambda d: d.update(annotations=[a for a in d["annotations"] if a["image_id"] < 70]))
+
+
+@pytest.mark.parametrize(
+    ("act", "keys", "printed"),
+    [
+        (
+            lambda root: change(
+                root, lambda d: (d["annotations"].append(d["annotations"][0]), d["images"].pop(6))
+            ),
+            {},
+            [
+                r"1 image below \S+/coco/train is in no list: 6\.png",
+                "train.json has 1 annotation more than once",
+            ],
+        ),
+        (lambda root: (root / "test.json").touch(), {}, [r"test\.json in \S+/coco is not read"]),
+        (lambda root: (root / "valid.json").touch(), {}, [r"valid\.json in \S+/coco is not read"]),
+        (
+            lambda root: change(root, box(1, 1, 0, 4)),
+            {"args": {"bad_boxes": "drop"}},
+            [r"train\.json: 1 of 7 boxes are dropped, .* \(first: the annotation 106\)$"],
+        ),
+        (
+            lambda root: change(root, lambda d: d["annotations"][2].update(ignore=1)),
+            {},
+            [r"train\.json has 1 annotation with the key ignore, which is not read; .* write iscrowd: 1"],
+        ),
+        (share_a_folder, {}, [r"val\.json and train\.json both name 1 file: 6\.png"]),
+        (
+            lambda root: change(root, box(1, 1, 1.5, 9)),
+            {"image_size": SIDE // 2},
+            [r"data\.image_size: 1 of the 7 training boxes have a side of less than 1 pixel"],
+        ),
+        (lambda root: change(root, box(1, 1, 1.5, 9)), {"image_size": SIDE}, []),
+    ],
+)
+def test_prepare_prints_what_is_not_read_or_differs(
+    root: Path,
+    capfd: pytest.CaptureFixture[str],
+    act: Callable[[Path], object],
+    keys: dict[str, Any],
+    printed: list[str],
+) -> None:
+    act(root)
+    build_source(DataConfig(name="coco", root=str(root), **keys), download=True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "the index" not in line]
+    remarks = [line for line in lines if "classes have no" not in line]
+    assert len(remarks) == len(printed), remarks
+    assert all(re.search(words, line) for words, line in zip(printed, remarks, strict=True)), remarks

@@ -291,6 +291,8 @@ def test_a_saved_format_is_reset_and_unused_splits_are_printed(
         source = build(saved(library, tmp_path / kind, train=train, more=train), download=True)
         assert source.train.file_content(1) == (image(0), 1)  # type: ignore[union-attr]
         assert "splits that are not read: more" in capfd.readouterr().err
+    build(tmp_path / "torch", download=True, val="train")
+    assert "train and val are both the split train" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["../other.arrow", "/etc/passwd", "pipe"])

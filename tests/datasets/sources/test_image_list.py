@@ -413,6 +413,23 @@ def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.Cap
         assert "1 of 4 classes have no validation sample: dog" in printed
 
 
+@pytest.mark.parametrize("val", ["second/list.csv", "first/list.csv"])
+def test_lists_of_one_name_and_rows_that_contradict_are_reported(
+    root: Path, capfd: pytest.CaptureFixture[str], val: str
+) -> None:
+    for folder in ("first", "second"):
+        (root / folder).mkdir()
+        rows = f"{file_of(0)},ant\n{file_of(1)},bee\n./{file_of(1)},ant\n"
+        (root / folder / "list.csv").write_text(f"path,target\n{rows}")
+    build(root, download=True, train="first/list.csv", val=val)
+    printed = capfd.readouterr().err
+    title = val if "second" in val else f"{val} (val)"
+    assert f"{title} and first/list.csv both name 2 files: images/0.jpg, images/1.png" in printed
+    assert f"17 images below {root} are in no list" in printed and "are not read" not in printed
+    for name in ("first/list.csv", title):
+        assert f"{name} has 1 file with different targets in different rows: images/1.png" in printed
+
+
 @pytest.mark.parametrize(
     ("labels", "words"),
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -139,6 +140,20 @@ def test_spellings_of_one_class_are_named(root: Path) -> None:
     (root / "train" / "bee").rename(root / "train" / "Cat")
     (root / "val" / "bee").rename(root / "val" / "cat")
     assert "'Cat' and 'cat'" in "".join(build(root).notices)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_image(root / "train" / "ant" / "deep" / "more.png")
+    scandir = os.scandir
+
+    def failing(path: Any) -> Any:
+        if os.fspath(path).endswith("deep"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(BadFileError, match=r"^data: the folder .*ant/deep can't be listed: Stale"):
+        build(root)
 
 
 def test_val_may_lack_classes_of_train(root: Path) -> None:

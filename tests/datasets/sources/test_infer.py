@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hpc_train.errors import BadFileError
-from hpc_train.training.datasets.sources.infer import infer_info
+from hpc_train.training.datasets.images import as_tensor
+from hpc_train.training.datasets.sources.infer import count_channels, infer_info
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 
@@ -49,6 +51,39 @@ class Whole(Samples):
 def test_the_shape_of_targets_is_the_firsts(split: Any, num_classes: int, shape: tuple[int, ...]) -> None:
     info = infer_info("own", split, None)
     assert (info.num_classes, info.target_shape) == (num_classes, shape)
+
+
+@pytest.mark.parametrize(
+    ("image", "channels"),
+    [
+        (torch.zeros(3, 8, 9), 3),
+        (torch.zeros(200, 4, 4), 200),
+        (torch.zeros(12, 1, 50), 12),
+        (torch.zeros(8, 9, 3), None),
+        (np.zeros((3, 9, 8), np.uint8), None),
+        (np.zeros((1, 8, 8), np.float32), None),
+        (np.zeros((9, 8, 3), np.uint8), 3),
+    ],
+)
+def test_channels_in_another_place_are_an_error(image: Any, channels: int | None) -> None:
+    class Images(Samples):
+        def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+            return image, 0
+
+    class Batches(Images):
+        def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return as_tensor(image).repeat(len(indices), 1, 1, 1), torch.zeros(
+                len(indices), dtype=torch.int64
+            )
+
+    for split in (Images(0), Batches(0)):
+        if channels is None:
+            with pytest.raises(
+                BadFileError, match=r"the first image has \d channels .*; return tensors of \(C, H"
+            ):
+                count_channels(split)
+        else:
+            assert count_channels(split) == channels
 
 
 def test_other_classes_of_the_validation_data_are_an_error() -> None:

@@ -127,7 +127,10 @@ def move(root: Path, folder: str) -> None:
     ("args", "message"),
     [
         ({"class_names": ["a"]}, r"class_names: 1 names for 3 classes; write one per class"),
-        ({"ignore_index": 2}, r"ignore_index: 2 is one of the 3 classes; write a number from 3 on"),
+        (
+            {"ignore_index": 2},
+            r"ignore_index: 2 is one of the 3 classes; write .* from 3 on, .* data\.args\.ma",
+        ),
         ({"num_classes": 0}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 0; write"),
         ({"num_classes": 256}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 256"),
         ({"ignored": 2}, r"data\.args\.ignored: .* no argument .*; did you mean 'ignore_index'\?"),
@@ -163,6 +166,15 @@ def test_a_mask_is_turned_as_its_own_orientation_says(tmp_path: Path) -> None:
     assert turned.tolist() == [[4, 1], [5, 2], [6, 3]]
 
 
+def test_a_mask_of_changed_values_is_refused(root: Path) -> None:
+    mask = root / "val/masks/001.png"
+    Image.fromarray(np.ones((10, 14), dtype=np.uint8)).save(mask, "JPEG")
+    with pytest.raises(
+        BadFileError, match=r"mask .*001\.png is JPEG, whose compression changes class numbers"
+    ):
+        read(build(root))
+
+
 def test_mask_values_are_classes_in_their_order(root: Path) -> None:
     mask = np.array([[0, 255], [7, 0]], dtype=np.uint8)
     for split, count in (("train", 5), ("val", 3)):
@@ -171,6 +183,10 @@ def test_mask_values_are_classes_in_their_order(root: Path) -> None:
             save(root / f"{split}/images/{number:03d}.png", np.zeros((2, 2, 3), dtype=np.uint8))
     first, *_ = read(build(root, num_classes=2, mask_values=[255, 0], ignore_index=7))
     assert first.targets[0].tolist() == [[1, 0], [7, 1]]
+    first, *_ = read(build(root, num_classes=2, mask_values=[7, 255], ignore_index=0))
+    assert first.targets[0].tolist() == [[255, 1], [0, 255]]
+    with pytest.raises(BadFileError, match=r"ignore_index: 7 is one of data\.args\.mask_values"):
+        build(root, num_classes=2, mask_values=[7, 255], ignore_index=7)
     with pytest.raises(BadFileError, match=r"000\.png has the value 7, .*mask_values"):
         read(build(root, num_classes=2, mask_values=[255, 0]))
     with pytest.raises(BadFileError, match=r"mask_values: 1 different values for 2 classes"):

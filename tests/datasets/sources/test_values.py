@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.training.datasets.sources.named_files import spelling_remarks
+from hpc_train.training.datasets.sources.named_files import class_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
 
 PLACE = Place("list:7", "label")
@@ -28,6 +28,7 @@ PLACE = Place("list:7", "label")
         ([True, False], ("False", "True")),
         (["9", "10", "x"], ("10", "9", "x")),
         (["x1", "None"], ("None", "x1")),
+        (["1e1", "+2", " 1 ", ".5"], (".5", " 1 ", "+2", "1e1")),
     ],
 )
 def test_numbers_are_sorted_by_size_names_by_alphabet(cells: list[Any], names: tuple[str, ...]) -> None:
@@ -55,10 +56,18 @@ def test_what_is_not_a_class_is_an_error_with_its_row(cell: Any) -> None:
         (("caf\u00e9", "cafe\u0301"), r"'caf\\xe9' and 'cafe\\u0301'"),
         (("a  b", "a b"), "'a  b' and 'a b'"),
         (("a", "b", "ab", "01", "1"), None),
+        (
+            ("0", "1", "10", "2", "x"),
+            "4 of 5 classes are numbers, in .* 0 is class 0, .*, 2 is class 3, …; if",
+        ),
+        (("10", "9", "8"), None),
+        (("-1", "0", "1"), "the class -1 is trained like the others; if it marks images without a label"),
+        (("-1", "1"), None),
+        (tuple(f"{number:02}" for number in range(20)), "20 classes for 20 training samples; if the targets"),
     ],
 )
-def test_spellings_of_one_class_are_reported(names: tuple[str, ...], words: str | None) -> None:
-    remarks = list(spelling_remarks(names))
+def test_classes_that_may_be_a_mistake_are_reported(names: tuple[str, ...], words: str | None) -> None:
+    remarks = list(class_remarks(names, {"train": np.arange(len(names))}))
     assert len(remarks) == (words is not None)
     assert words is None or re.search(words, remarks[0])
 

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_samples_have_the_order_of_shards_and_members(root: Path) -> None:
             [1, 2, 0, 1],
             ("bee", "cat", "ant"),
         ),
-        ({"num_classes": 4}, [0, 1, 2, 0], ("0", "1", "2", "3")),
+        ({"num_classes": 4, "image": "JPG"}, [0, 1, 2, 0], ("0", "1", "2", "3")),
         ({"target_member": "json.age", "target": "number"}, [0.0, 0.5, 1.0, 1.5], ()),
         ({"target_member": "json.box", "target": "number"}, [[0, 1.5], [1, 1.5], [2, 1.5], [3, 1.5]], ()),
         ({"target_member": "cls", "target": "number"}, [0.0, 1.0, 2.0, 0.0], ()),
@@ -121,8 +122,13 @@ def test_prepare_reports_classes_without_samples(root: Path, capsys: pytest.Capt
 def test_prepare_reports_shards_that_are_read_twice(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(root, train=["train-00.tar", "train-00.tar"], val="train-00.tar")
     printed = "".join(capsys.readouterr())
-    assert "train names train-00.tar more than once" in printed
+    assert "train names train-00.tar or a copy more than once" in printed
     assert "train and val both name train-00.tar" in printed
+    (root / "link.tar").symlink_to("train-00.tar")
+    shutil.copy(root / "train-00.tar", root / "copy.tar")
+    for name in ("link.tar", "copy.tar"):
+        build(root, train="train-00.tar", val=name)
+        assert "train and val both name train-00.tar" in "".join(capsys.readouterr())
     build(root, train="train-00.tar", val=None)
     assert "name" not in "".join(capsys.readouterr())
 
@@ -210,6 +216,16 @@ def test_names_of_shards() -> None:
         (one(cls=b""), {}, r"sample a has the target '', not a class"),
         (one(cls=b"\xff"), {}, r"sample a has a target that can't be read: .* byte 0xff"),
         (one(json=b"{"), OF_JSON, r"a has a target that can't"),
+        (
+            one(cls=b"0\n3\n"),
+            {},
+            r"sample a has a target that can't be read: it has several lines, .* one class",
+        ),
+        (
+            {f"a.v1.{n}": {"jpg": b"x", "cls": b"0"} for n in range(9)},
+            {},
+            r"a has no image \(v1\.0\.jpg, .*, …\); .* the first dot of a name like a\.v1\.0\.jpg: write",
+        ),
         (one(json=b'{"b": 1}'), OF_JSON, r"sample a has no field 'a' in its JSON \(b\); .* write another"),
         (one(json=b'{"a": 1.5}'), OF_JSON, r"target '1\.5', not a class; .* data\.args\.target: number"),
         (

@@ -24,15 +24,16 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from hpc_train.console import say
-from hpc_train.errors import BadFileError, counted
+from hpc_train.errors import BadFileError, counted, listed
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S
 from hpc_train.experiment.data_facts.image_facts import CocoArgs
-from hpc_train.experiment.data_facts.root_layout import VALIDATION, annotation_files
+from hpc_train.experiment.data_facts.root_layout import annotation_files
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.decoding import read_image
 from hpc_train.training.datasets.images import PixelRules, image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of
+from hpc_train.training.datasets.joint import MINIMUM_SIDE
 from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.training.datasets.sources.values import MAX_INTEGER, text_problem
@@ -98,6 +99,22 @@ class CocoSplit:
             "image_id": arrays["targets"][index],
         }
 
+    @property
+    def num_boxes(self) -> int:
+        """Return the number of boxes of all images."""
+        return len(self._arrays["labels"])
+
+    def count_too_small(self, config: DataConfig) -> int:
+        """Return the number of boxes that ``joint.Geometry`` drops in training, after the resize alone."""
+        canvas = config.height_and_width
+        if canvas is None or config.augment.random_resized_crop is not None:
+            return 0
+        sides_N2, corners_K4 = self._arrays["sides"], self._arrays["corners"]
+        scales_N = np.min(np.array([canvas[1], canvas[0]]) / np.maximum(sides_N2, 1), axis=1)
+        scales_K = np.repeat(scales_N, np.diff(self._arrays["starts"]))
+        shorter_K = np.min(corners_K4[:, 2:] - corners_K4[:, :2], axis=1) * scales_K
+        return int(np.count_nonzero((shorter_K < MINIMUM_SIDE) & (self._arrays["crowds"] == 0)))
+
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
         return Path(self._file(index))
@@ -123,6 +140,11 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         part: CocoSplit(path.with_suffix(""), dict(index.splits[part]), args.channels)
         for part, path in files.items()
     }
+    if download and (count := splits["train"].count_too_small(config)):
+        say(
+            f"data.image_size: {count} of the {splits['train'].num_boxes} training boxes have a side of less "
+            "than 1 pixel in images of this size, and are not trained on; write a larger size"
+        )
     if download and config.on_bad_sample == "fail":
         for split in splits.values():
             _check_sides(split, PixelRules.of(config))
@@ -164,11 +186,17 @@ def _parsed(root: Path, files: Mapping[str, Path], args: CocoArgs, *, has_remark
     splits, names = {part: file.arrays() for part, file in parsed.items()}, tuple(train.categories.values())
     facts: dict[str, Any] = {}
     if has_remarks:
-        candidates = [root / f"{name}.json" for name in VALIDATION]
-        unused = [path for path in candidates if path.is_file() and path not in files.values()]
-        remarks = [f"{path} is not read" for path in unused]
+        unused = sorted(path.name for path in root.glob("*.json") if path not in files.values())
+        are = "is" if len(unused) == 1 else "are"
+        remarks = [f"{listed(unused, 5)} in {root} {are} not read"] if unused else []
+        # train and val may be links to one folder, whose images only the JSON files split.
+        by_folder: dict[str, list[tuple[Path, str, list[bytes]]]] = {}
         for part, file in parsed.items():
-            remarks += file_remarks(file.folder, {file.path.name: splits[part]["names"].tolist()})
+            entry = file.folder, file.path.name, splits[part]["names"].tolist()
+            by_folder.setdefault(os.path.realpath(file.folder), []).append(entry)
+        for entries in by_folder.values():
+            remarks += file_remarks(entries[0][0], {name: names for _, name, names in entries})
+        for file in parsed.values():
             remarks += file.remarks
         remarks += class_remarks(names, {part: split["labels"] - 1 for part, split in splits.items()})
         facts["remarks"] = remarks
@@ -229,11 +257,14 @@ class _AnnotationFile:
             sides = image.get("width"), image.get("height")
             if not _is_integer(number) or number in ids:
                 raise self._error(f"has the image {image!r:.80}", "give each an id of its own, an integer")
-            if not isinstance(name, str) or not all(
-                _is_integer(side) and 0 < side <= _MAX_SIDE for side in sides
-            ):
+            if not isinstance(name, str) or None in sides:
                 raise self._error(
                     f"has the image {number} without file_name, width and height", "write them, in pixels"
+                )
+            if not all(_is_integer(side) and 0 < side <= _MAX_SIDE for side in sides):
+                raise self._error(
+                    f"has the image {number} of {sides[0]!r:.40} x {sides[1]!r:.40} pixels (width x height)",
+                    "write whole numbers from 1",
                 )
             names.append(self._names.checked(name, f"{self.path}, image {number}"))
             # Files behind a link to a folder are not in this listing.
@@ -271,6 +302,11 @@ class _AnnotationFile:
         repeated = len(rows) - len(set(rows))
         if repeated:
             self.remarks.append(f"{self.path.name} has {counted(repeated, 'annotation')} more than once")
+        if ignored := sum(bool(annotation.get("ignore")) for annotation in annotations):
+            self.remarks.append(
+                f"{self.path.name} has {counted(ignored, 'annotation')} with the key ignore, which is not "
+                "read; for boxes that are not trained on, and need not be detected, write iscrowd: 1"
+            )
         table = np.array(rows, dtype=np.float64).reshape(-1, 7)
         corners_K4 = np.concatenate([table[:, 3:5], table[:, 3:5] + table[:, 5:7]], axis=1)
         is_kept = self._check(annotations, table, corners_K4, sides_N2)
@@ -313,15 +349,33 @@ class _AnnotationFile:
             box = annotations[0]["bbox"]
             problem = f"with the bbox {box}, a fraction of the image like that of all others"
             raise self._bad(annotations[0], problem, "write [left, top, width, height] in pixels")
-        if self._args.bad_boxes == "fail" and not is_right.all():
-            first = int(np.argmin(is_right))
+        boxes_K4 = table[:, 3:7]
+        if _areas_are_of_corners(annotations, boxes_K4):
+            problem = (
+                f"with the bbox {annotations[0]['bbox']} and the area {annotations[0]['area']}, which is "
+                "that of left, top, right, bottom, like the areas of all others"
+            )
+            raise self._bad(annotations[0], problem, "write [left, top, width, height] in pixels")
+        if is_right.all():
+            return is_right
+        are_corners = np.all(
+            (boxes_K4[:, 2:] > boxes_K4[:, :2]) & (boxes_K4[:, 2:] <= sides_K2 + _TOLERANCE), axis=1
+        )
+        hint = "; all boxes of the file would fit as left, top, right, bottom" if are_corners.all() else ""
+        first = int(np.argmin(is_right))
+        if self._args.bad_boxes == "fail":
             width, height = sides_K2[first].astype(int).tolist()
             problem = f"outside of its {width}x{height} pixels" if not is_inside[first] else "without area"
             raise self._bad(
                 annotations[first],
-                f"with the bbox {annotations[first]['bbox']} (left, top, width, height) {problem}",
+                f"with the bbox {annotations[first]['bbox']} (left, top, width, height) {problem}{hint}",
                 "fix it, or write data.args: {bad_boxes: drop}",
             )
+        dropped = len(is_right) - int(is_right.sum())
+        self.remarks.append(
+            f"{self.path.name}: {dropped} of {len(is_right)} boxes are dropped, without area or outside of "
+            f"their images (first: the annotation {annotations[first].get('id')!r:.40}){hint}"
+        )
         return is_right
 
     def _bad(self, annotation: dict[str, Any], problem: str, remedy: str) -> BadFileError:
@@ -330,6 +384,19 @@ class _AnnotationFile:
 
     def _error(self, problem: str, remedy: str) -> BadFileError:
         return BadFileError(f"data.root: {self.path} {problem}; {remedy}")
+
+
+def _areas_are_of_corners(annotations: list[dict[str, Any]], boxes_K4: Array) -> bool:
+    """Return True if all annotations have the area of (left, top, right, bottom), not of width and height."""
+    areas = [annotation.get("area") for annotation in annotations]
+    if not areas or not all(type(area) in (int, float) for area in areas):
+        return False
+    areas_K = np.array([float(min(area or 0, _MAX_SIDE**2)) for area in areas])
+    widths_K2, corners_K2 = boxes_K4[:, 2:], boxes_K4[:, 2:] - boxes_K4[:, :2]
+    stated, other = (
+        np.isclose(areas_K, sides_K2.prod(axis=1), rtol=0.01, atol=1) for sides_K2 in (corners_K2, widths_K2)
+    )
+    return bool((corners_K2 > 0).all() and stated.all() and not other.any())
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -209,6 +209,10 @@ def _splits(
     unused = [name for name in splits if name not in wanted.values()]
     if has_remarks and unused:
         say(f"data.root: {root}: splits that are not read: {listed(unused, 5)}")
+    if has_remarks and val == args.train:
+        say(
+            f"data.root: {root}: train and val are both the split {val}, so validation data are training data"
+        )
     # A format that was set when the data were saved would hide columns, or return tensors.
     return {key: Rows(splits[name].with_format(None), root, name) for key, name in wanted.items()}
 

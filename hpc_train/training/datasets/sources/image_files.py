@@ -117,9 +117,10 @@ class ImageFiles:
 def images_below(folder: Path, skipped: Skipped) -> Iterator[Path]:
     """Yield the images below a folder, sorted, without hidden files and links to folders.
 
-    Skipped entries are counted in ``skipped``.
+    Skipped entries are counted in ``skipped``. Raises BadFileError for a folder that can't be listed, whose
+    images would be missing, perhaps on some ranks only.
     """
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_raise_unlisted):
         for name in [name for name in folders if is_skipped(name)]:
             skipped.add(skipped.HIDDEN, Path(parent, name))
             folders.remove(name)
@@ -134,3 +135,11 @@ def images_below(folder: Path, skipped: Skipped) -> Iterator[Path]:
                 yield Path(parent, name)
             else:
                 skipped.add_other(Path(parent, name))
+
+
+def _raise_unlisted(error: OSError) -> None:
+    if isinstance(error, FileNotFoundError):  # val may lack a class
+        return
+    raise BadFileError(
+        f"data: the folder {error.filename} can't be listed: {error.strerror}; make it readable, or remove it"
+    ) from error

@@ -106,7 +106,7 @@ def _class_notices(val: FolderSplit | None, class_names: tuple[str, ...]) -> lis
     counts = [1] if val is None else np.bincount(val.classes, minlength=len(class_names))
     absent = [name for name, count in zip(class_names, counts, strict=False) if count == 0]
     remarks = [f"{val.folder} has no image of {listed(absent, 5)}"] if val and absent else []
-    return [f"data.root: {remark}" for remark in (*named_files.spelling_remarks(class_names), *remarks)]
+    return [f"data.root: {remark}" for remark in (*named_files.name_remarks(class_names), *remarks)]
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:

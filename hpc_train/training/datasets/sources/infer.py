@@ -21,6 +21,8 @@ _TARGET_ATTRIBUTES = ("targets", "labels", "_labels")
 #: Per channel, for images scaled to 0…1.
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
+#: Numbers of channels of gray and color images, with and without alpha.
+_COLORS = (1, 3, 4)
 #: ImageNet in gray, with the weights of luminance.
 _GRAY_MEAN, _GRAY_STD = (0.459,), (0.226,)
 
@@ -71,15 +73,29 @@ def count_channels(split: Any) -> int:
     if isinstance(split, ArraySplit):
         inputs, _ = split.batch(torch.tensor([0]))
         if not is_structured(inputs):
-            return int(inputs.shape[1]) if inputs.dim() > 1 else 0
+            return _channels(tuple(inputs.shape[1:])) if inputs.dim() > 1 else 0
     else:
         sample, _ = inputs_and_target(split[0])
         inputs = as_inputs(sample)
         if not is_structured(inputs):
-            return int(inputs.shape[0])
+            return _channels(tuple(inputs.shape))
         inputs = map_tensors(lambda part: part[None], inputs)
     images = [part for part in tensors_of(inputs) if part.dtype == torch.uint8 and part.dim() == 4]
     return int(images[0].shape[1]) if images else 0
+
+
+def _channels(shape: tuple[int, ...]) -> int:
+    """Return C of (C, H, W) or (F,). Raises BadFileError if H or W is clearly the number of channels."""
+    if len(shape) != 3 or shape[0] in _COLORS:
+        return shape[0]
+    short, long = sorted(shape[1:])
+    is_gray = short == 1 and long == shape[0] > 4
+    if is_gray or (short in _COLORS[1:] and long > 4):
+        raise BadFileError(
+            f"data: the first image has {shape[0]} channels of {shape[1]}x{shape[2]} pixels; return tensors "
+            "of (C, H, W), or arrays of (H, W, C)"
+        )
+    return shape[0]
 
 
 def all_targets(split: Any) -> torch.Tensor | None:

@@ -18,9 +18,11 @@ from typing import Any
 from hpc_train.errors import BadFileError, counted, listed, printable, shortened
 from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
 from hpc_train.paths import expanded
-from hpc_train.training.datasets.sources.values import alike, cell_text, text_problem
+from hpc_train.training.datasets.sources.values import alike, cell_text, class_number, text_problem
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: Minimum number of classes at which "a class per sample" is reported.
+_MANY_CLASSES = 20
 #: A class name that is a number with a fraction.
 _FRACTION = re.compile(r"-?\d*\.\d*[1-9]\d*(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -134,7 +136,13 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
 
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
     """Yield remarks on the classes. ``classes``: split → class numbers (N,) from 0."""
-    yield from spelling_remarks(names)
+    yield from name_remarks(names)
+    training = classes.get("train", ())
+    if len(names) >= _MANY_CLASSES and 2 * len(names) > len(training):
+        yield (
+            f"{len(names)} classes for {len(training)} training samples; if the targets are ids or captions, "
+            "name others"
+        )
     fractions = [name for name in names if _FRACTION.fullmatch(name)]
     if fractions and len(fractions) > len(names) // 2:
         yield (
@@ -149,7 +157,21 @@ def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[
             yield f"{len(absent)} of {len(names)} classes have no {word} sample: {listed(absent, 5)}"
 
 
-def spelling_remarks(names: Sequence[str]) -> Iterator[str]:
+def name_remarks(names: Sequence[str]) -> Iterator[str]:
+    """Yield remarks on classes that may be one class, or none, or in an unexpected order."""
+    yield from _spelling_remarks(names)
+    numbers = [(number, name) for name in names if (number := class_number(name)) is not None]
+    if len(numbers) > 2 and list(names) == sorted(names) and numbers != sorted(numbers):
+        order = listed([f"{shortened(name)} is class {place}" for place, name in enumerate(names)], 4)
+        yield (
+            f"{len(numbers)} of {len(names)} classes are numbers, in alphabetical order: {order}; if the "
+            "order matters, as for class_weights or weights of another program, write equally many digits"
+        )
+    if [number for number, _ in numbers if number < 0] == [-1] and len(numbers) > 2:
+        yield "the class -1 is trained like the others; if it marks images without a label, remove them"
+
+
+def _spelling_remarks(names: Sequence[str]) -> Iterator[str]:
     """Yield a remark if classes may be one class in several spellings."""
     spellings: dict[str, list[str]] = {}
     for name in names:

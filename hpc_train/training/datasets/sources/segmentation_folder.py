@@ -29,6 +29,11 @@ from hpc_train.training.datasets.sources.image_files import Skipped, images_belo
 from hpc_train.training.datasets.sources.infer import image_info
 
 _SHOWN = 3
+#: The label of ignored pixels if the value in the masks is a class number.
+_IGNORED = 255
+_DEFAULT_IGNORED = SegmentationFolderArgs.model_fields["ignore_index"].default
+#: Formats of Pillow that always change values.
+_LOSSY = ("JPEG", "MPO")
 
 
 class MaskedFiles:
@@ -120,6 +125,11 @@ def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
                 f"data: its mask {path} has colors (mode {image.mode}); save one class number per pixel as "
                 "gray or palette PNG"
             )
+        if image.format in _LOSSY:
+            raise BadFileError(
+                f"data: its mask {path} is {image.format}, whose compression changes class numbers; write it "
+                "again as PNG, from the original"
+            )
         factor = SCALED_MASKS.get(str(image.tile[0][3])) if image.tile else None
         pixels = np.array(image)
         orientation = orientation_of(image) if rules.applies_orientation else UPRIGHT
@@ -134,9 +144,14 @@ def _classes_of_values(args: SegmentationFolderArgs) -> Tensor | None:
     if not args.mask_values:
         return None
     classes = torch.full((1 << 16,), -1, dtype=torch.int32)
-    classes[args.ignore_index] = args.ignore_index
+    classes[args.ignore_index] = _ignored_label(args)
     classes[torch.tensor(args.mask_values)] = torch.arange(len(args.mask_values), dtype=torch.int32)
     return classes
+
+
+def _ignored_label(args: SegmentationFolderArgs) -> int:
+    """Return the label of ignored pixels, which is not a class."""
+    return args.ignore_index if args.ignore_index >= args.num_classes else _IGNORED
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
@@ -151,7 +166,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     val = None if folder is None else _masked_folder(folder, args, rules, skipped)
     skipped.add_unused_folders([root / "train", folder])
     sizes = (args.channels, args.num_classes)
-    info = image_info(args.class_names, *sizes, ignore_index=args.ignore_index)
+    info = image_info(args.class_names, *sizes, ignore_index=_ignored_label(args))
     return DataSource(train, val, info, notices=skipped.notices())
 
 
@@ -161,12 +176,16 @@ def _check_numbers(args: SegmentationFolderArgs) -> None:
             f"data.args.class_names: {len(args.class_names)} names for {args.num_classes} classes; write "
             "one per class"
         )
-    if args.ignore_index < args.num_classes:
+    values = args.mask_values
+    if args.ignore_index < args.num_classes and not values:
         raise BadFileError(
             f"data.args.ignore_index: {args.ignore_index} is one of the {args.num_classes} classes; write a "
-            f"number from {args.num_classes} on, like 255"
+            f"number from {args.num_classes} on, like 255, or name the classes in data.args.mask_values"
         )
-    values = args.mask_values
+    if args.ignore_index in values and args.ignore_index != _DEFAULT_IGNORED:
+        raise BadFileError(
+            f"data.args.ignore_index: {args.ignore_index} is one of data.args.mask_values; write another"
+        )
     if values and (len(values) != args.num_classes or len(set(values)) < len(values)):
         raise BadFileError(
             f"data.args.mask_values: {len(set(values))} different values for {args.num_classes} classes; "

@@ -29,8 +29,8 @@ _MAX_WHOLE_FLOAT = 2.0**53
 _MAX_TEXT_BYTES = 4096
 _NUMBERS = (int, float, Decimal, np.integer, np.floating)
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
-#: Class names that are sorted by size.
-_CLASS_NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
+#: Class names that are sorted by size: numbers as above, with exponents that ``Decimal`` computes.
+_CLASS_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?\s*", re.ASCII | re.IGNORECASE)
 #: Spellings of a missing cell by pandas and SQL, in lower case.
 _MISSING = frozenset({"nan", "<na>", "nat", "null"})
 #: Likewise, but also common names of classes: missing only among numbers.
@@ -86,6 +86,11 @@ def text_problem(text: str) -> str | None:
 def alike(name: str) -> str:
     """Return a class name without differences in case, spaces and Unicode normalization."""
     return " ".join(unicodedata.normalize("NFC", name).casefold().split())
+
+
+def class_number(name: str) -> Decimal | None:
+    """Return the number that a class name is, by which classes are sorted; None for other names."""
+    return Decimal(name.strip()) if _CLASS_NUMBER.fullmatch(name) else None
 
 
 def number_of(cell: Any, place: Place) -> float:
@@ -203,16 +208,16 @@ class ClassNumbers:
         return np.array([self._numbers[name] for name in names], dtype=np.int64)[numbers]
 
     def _ordered(self, names: list[str]) -> list[str]:
-        others = [name for name in names if not _CLASS_NUMBER.fullmatch(name)]
+        others = [name for name in names if class_number(name) is None]
         if others and (
             len(others) == len(names) or not _MISSING_AMONG_NUMBERS.issuperset(map(str.lower, others))
         ):
             return sorted(names)
         if others:
             raise self._places[others[0]].missing(others[0])
-        ordered = sorted(names, key=Decimal)
+        ordered = sorted(names, key=lambda name: class_number(name) or 0)
         for first, second in pairwise(ordered):
-            if Decimal(first) == Decimal(second):
+            if class_number(first) == class_number(second):
                 raise self._places[second].error(
                     second, f"and {self._places[first].where} has {first!r}", "write a number in one way"
                 )

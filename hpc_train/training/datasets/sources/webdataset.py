@@ -26,6 +26,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts import data_size, listed_data
+from hpc_train.experiment.data_facts.file_content import block_digest
 from hpc_train.training.datasets import index_files, token_writing
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.sources.infer import image_info
@@ -40,6 +41,8 @@ _LONG_HEADERS = (*_PAX_TYPES, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK
 _MAX_HEADER_BYTES = 1 << 20
 #: GNU tar's type of a volume label, ``tar --label``.
 _LABEL = b"V"
+#: Blocks of shards that are compared if their sizes are equal.
+_COMPARED = 16, 1 << 16
 #: Maximum size of a target: a class, or a JSON file with a field for it.
 _MAX_TARGET_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
@@ -117,12 +120,26 @@ def _check_files(split: str, paths: list[Path]) -> None:
 
 def _shard_remarks(shards: dict[str, list[Path]]) -> Iterator[str]:
     """Yield remarks on shards that are read twice, or as training and validation data."""
-    for split, paths in shards.items():
-        repeated = [path.name for path, count in Counter(paths).items() if count > 1]
+    digests = _digests([path for paths in shards.values() for path in paths])
+    files = {split: Counter(map(digests.__getitem__, paths)) for split, paths in shards.items()}
+    names = {digests[path]: path.name for paths in reversed(shards.values()) for path in paths}
+    for split, counts in files.items():
+        repeated = [names[file] for file, count in counts.items() if count > 1]
         if repeated:
-            yield f"{split} names {listed(repeated, 5)} more than once, so an epoch has these samples twice"
-    if shared := sorted(path.name for path in set(shards["train"]).intersection(shards.get("val", ()))):
+            shown = listed(repeated, 5)
+            yield f"{split} names {shown} or a copy more than once, so an epoch has these samples twice"
+    if shared := sorted(names[file] for file in files["train"].keys() & files.get("val", Counter()).keys()):
         yield f"train and val both name {listed(shared, 5)}, so the validation data are training data"
+
+
+def _digests(paths: list[Path]) -> dict[Path, str]:
+    """Return the size of each shard, with a digest of parts of its content if another has the same size."""
+    sizes = {path: path.stat().st_size for path in paths}
+    counts = Counter(sizes.values())
+    return {
+        path: f"{size} {block_digest(path, *_COMPARED) if counts[size] > 1 else ''}"
+        for path, size in sizes.items()
+    }
 
 
 def _index(
@@ -291,14 +308,18 @@ def _check_end(descriptor: int, end: int) -> None:
 
 
 def _sample(where: str, members: list[_Member], file: Any, args: listed_data.WebdatasetArgs) -> _Sample:
-    extensions = _IMAGES if args.image is None else (args.image,)
+    extensions = _IMAGES if args.image is None else (args.image.lower(),)
     images = [member for member in members if member.extension in extensions]
     if len(images) != 1:
-        present = ", ".join(member.extension for member in images) or ", ".join(
-            member.extension for member in members
-        )
+        present = listed([member.extension for member in images or members], 10)
         problem = f"{len(images)} images ({present})" if images else f"no image ({present})"
         remedy = "name its extension in data.args.image" if images else "write the shard again with one"
+        if not images and any(member.extension.endswith(extensions) for member in members):
+            remedy = (
+                f"the name of a sample ends at the first dot of a name like {shortened(members[0].name)}: "
+                "write the shard again without other dots, or name an image's whole extension in "
+                "data.args.image"
+            )
         if len({member.extension for member in images}) < len(images):
             remedy = "write the shard again with one"
         raise BadFileError(f"data.root: {where} has {problem}; {remedy}")
@@ -323,7 +344,10 @@ def _value(content: bytes, field: str, where: str) -> Any:
     """Return the target as text or as a JSON value. Raises BadFileError if it is neither."""
     try:
         if not field:
-            return content.decode("utf-8-sig").strip()
+            text = content.decode("utf-8-sig").strip()
+            if len(text.splitlines()) > 1:
+                raise ValueError("it has several lines, and a sample has one class or number")
+            return text
         entry = json.loads(content, object_pairs_hook=token_writing.refusing_repeated(field))
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"data.root: {where} has a target that can't be read: {error}; fix it") from error
