@@ -62,7 +62,6 @@ _TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")
 _NEVER = {
     "BadConstraints": "slurm",
     "PartitionConfig": "slurm",
-    "PartitionInactive": "slurm.partition",
     "PartitionNodeLimit": "slurm.nodes",
     "PartitionTimeLimit": "slurm.time_limit",
     "AccountNotAllowed": "slurm.account",
@@ -80,15 +79,21 @@ _SHARED_LIMIT = re.compile(r"(QOS|Assoc)\w*(Per(User|Account)|Grp)\w*")
 _NOT_PERMITTED = re.compile(r"Job's (account|QOS) not permitted to use this partition")
 #: Part of a limit's name → the key that requests the resource.
 _KEY_BY_RESOURCE = {
+    "Minutes": "slurm.time_limit",
     "Wall": "slurm.time_limit",
     "Cpu": "slurm.cpus_per_gpu",
     "Mem": "slurm.mem_gb",
     "GRES": "slurm.gpus_per_node",
     "Node": "slurm.nodes",
 }
+#: Commands that list a user's limits.
+LIMITS_OF_QOS = "sacctmgr show qos format=name,maxwall,maxtres,maxtrespernode,maxtrespu,mintres"
+LIMITS_OF_ACCOUNTS = (
+    "sacctmgr show associations user=$USER format=account,maxwall,maxtres,maxtrespernode,grptres"
+)
 _HELD = {
     "JobHeldUser": "held; `scontrol release {job}` lets it start",
-    "JobHeldAdmin": "held by an administrator",
+    "JobHeldAdmin": "held by an administrator, who alone can release it",
 }
 
 
@@ -334,8 +339,13 @@ def key_at_fault(reason: str, *, is_alone: bool = False) -> str | None:
     if match := _NOT_PERMITTED.match(reason):
         return f"slurm.{match[1].lower()}"
     if _NEVER_BY_LIMIT.fullmatch(reason) or (is_alone and is_shared_limit(reason) and "PerUser" in reason):
-        return next((key for part, key in _KEY_BY_RESOURCE.items() if part in reason), "slurm")
+        return requested_key(reason)
     return _NEVER.get(reason)
+
+
+def requested_key(limit: str) -> str:
+    """Return the key of the file that requests the resource which Slurm's name of a limit contains."""
+    return next((key for part, key in _KEY_BY_RESOURCE.items() if part in limit), "slurm")
 
 
 def is_shared_limit(reason: str) -> bool:
@@ -344,13 +354,17 @@ def is_shared_limit(reason: str) -> bool:
 
 
 def remedy(reason: str) -> str:
-    """Return the remedy for a reason of a job that never starts."""
+    """Return the remedy for a reason of a job that never starts, or for a limit by which it is refused."""
+    if reason == "DependencyNeverSatisfied":
+        return "the job that it waits for has not ended as required; write another, or take it out"
+    if re.match(r"(QOS|Assoc)Min", reason):
+        return f"request at least the minimum, or write another slurm.qos; `{LIMITS_OF_QOS}` lists it"
     if reason.startswith("QOS"):
-        limits = "sacctmgr show qos format=name,maxwall,maxtres,maxtrespernode,maxtrespu,mintres"
-        return f"request less, or write another slurm.qos; `{limits}` lists the limits"
+        return f"request less, or write another slurm.qos; `{LIMITS_OF_QOS}` lists the limits"
     if reason.startswith("Assoc"):
-        limits = "sacctmgr show associations user=$USER format=account,maxwall,maxtres,maxtrespernode,grptres"
-        return f"request less, or write another slurm.account; `{limits}` lists the limits"
+        return f"request less, or write another slurm.account; `{LIMITS_OF_ACCOUNTS}` lists the limits"
+    if reason in {"InvalidAccount", "InvalidQOS"}:
+        return "write one that `sacctmgr show associations user=$USER format=account,qos` lists"
     return "write another value, or another slurm.partition; `scontrol show partition` lists the limits"
 
 

@@ -70,7 +70,7 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
         ("PENDING", "QOSMaxJobsPerUserLimit", "waits: QOSMaxJobsPerUserLimit"),
         ("PENDING", "AssocGrpGRES", "waits: AssocGrpGRES"),
         ("PENDING", "JobHeldUser", _HELD),
-        ("PENDING", "JobHeldAdmin", "held by an administrator"),
+        ("PENDING", "JobHeldAdmin", "held by an administrator, who alone can release it"),
         ("PENDING", "launch_failed_requeued_held", f"held by Slurm: launch_failed_requeued_{_HELD}"),
         ("CONFIGURING", None, "starting on n[1-2]"),
         ("RUNNING", None, "starting on n[1-2]"),
