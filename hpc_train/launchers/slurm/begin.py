@@ -41,6 +41,8 @@ _MOST_ASKED = 2
 _MOST_UNREQUESTED = 3
 #: Seconds before the warning of the time limit in which a shared job begins no further run. Assumed.
 _MIN_RUN_S = 60.0
+#: States of a job whose ranks may still be on its nodes.
+_HAS_PROCESSES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
 #: Set by the batch script if Slurm can't exclude the nodes.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
 
@@ -311,7 +313,7 @@ def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
         return silent_s(job.paths, record) < SILENT_LIMIT_S
     with suppress(HpcTrainError):  # if Slurm does not answer, ownership protects the run
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
-        return not {"RUNNING", "COMPLETING", "SUSPENDED"}.isdisjoint(listed.split())
+        return not _HAS_PROCESSES.isdisjoint(listed.split())
     return False
 
 

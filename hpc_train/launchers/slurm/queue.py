@@ -25,11 +25,14 @@ WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT",
 #: States of ended jobs. Slurm requeues some automatically; they are PENDING then.
 ENDED = {
     "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
-    "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+    "DEADLINE", "LAUNCH_FAILED", "RECONFIG_FAIL",
 }  # fmt: skip
 RUNNING = {
     "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT",
+    "REVOKED",
 }  # fmt: skip
+#: Another cluster of the federation has started the job; this one does not know its end until it is over.
+REVOKED = "REVOKED"
 #: hpc-train's own state: slurmctld does not know the job's id, and accounting has no end of it.
 FORGOTTEN = "FORGOTTEN"
 #: hpc-train's own state: the job belongs to another cluster than the one queried here.
@@ -293,7 +296,8 @@ def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
     rows = (line.split(_SEPARATOR) for line in output.splitlines())
     states = [state for row in rows if len(row) >= len(_SACCT_FIELDS) for state in _from_sacct(row)]
     # A job that accounting lists as running but slurmctld does not know has ended.
-    return {state.job: state for state in states if state.job in ids and state.state in ENDED}, set()
+    told = ENDED | {REVOKED}
+    return {state.job: state for state in states if state.job in ids and state.state in told}, set()
 
 
 def _from_sacct(row: Sequence[str]) -> Iterator[JobState]:

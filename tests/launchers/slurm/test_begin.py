@@ -348,7 +348,9 @@ def test_it_starts_where_the_job_itself_was_started_again(paths: RunPaths, other
     assert begun(paths, restarted(1))[0] == 2
 
 
-@pytest.mark.parametrize(("state", "starts"), [("RUNNING", False), ("COMPLETED", True), ("", True)])
+@pytest.mark.parametrize(
+    ("state", "starts"), [("RUNNING", False), ("STOPPED", False), ("COMPLETED", True), ("", True)]
+)
 def test_waits_for_another_job(
     paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, state: str, starts: bool
 ) -> None:

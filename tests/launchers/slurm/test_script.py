@@ -812,6 +812,7 @@ _LISTED = "echo 'JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 Batch
         ("true", _LISTED, _REQUEUED, ""),  # only scontrol lists the job
         ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo SIGNALING", "true", _REQUEUED, ""),
         ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo RESIZING", "true", _REQUEUED, ""),
+        ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo SUSPENDED", "true", _REQUEUED, ""),
         # The answer to the requeue was lost.
         ("[ -e {done} ] && echo PENDING || echo RUNNING", _LOST, _REQUEUED, ""),
         # The script of a lost node leaves the job's next start alone.
@@ -852,11 +853,19 @@ def test_the_requeues_own_signal_does_not_end_the_script(job: Job) -> None:
     assert len(job.orders()) == 2
 
 
-def test_the_requeue_waits_for_a_slurm_that_does_not_answer(job: Job) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "Slurm backup controller in standby mode",
+        "Protocol authentication error",
+    ],
+)
+def test_the_requeue_waits_for_a_slurm_that_does_not_answer(job: Job, words: str) -> None:
     job.write("rank", "75")
     count = f"$(wc -l < {job.programs.folder}"
     job.programs.put("squeue", f"[ {count}/squeue.calls) -gt 3 ] && echo RUNNING || exit 1")
-    refusal = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    refusal = f"echo 'slurm_requeue error: {words}' >&2; exit 1"
     requeues = f"$(grep -c ^requeue {job.programs.folder}/scontrol.calls)"
     job.programs.put("scontrol", f"[ $1 != requeue ] || [ {requeues} -gt 2 ] || {{ {refusal}; }}")
     assert job.run().returncode == 75
