@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UserError
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.experiment.plan.planning import make_plan
@@ -527,6 +527,19 @@ def test_what_was_begun_on_another_cluster_is_left_to_it(
     said = capsys.readouterr().err
     assert (f"submission {made.token}: left to cluster there, where it began" in said) != is_finished
     assert ("release 12" in programs.calls("scontrol")) == is_finished
+
+
+def test_a_release_that_slurm_refuses_can_be_finished_later(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs
+) -> None:
+    denied = 'case "$1" in release) echo "Access/permission denied for job 12" >&2; exit 1;; esac'
+    programs.put("scontrol", f"{denied}; {_CONFIG}")
+    programs.put("squeue", "echo '12|JobHeldUser'")
+    with pytest.raises(UserError, match=r"permission denied for job 12; what is made stays: submit the file"):
+        _enqueue(folder, _runs(tmp_path, folder, "[1]"))
+    programs.put("scontrol", _CONFIG)
+    _finish(folder)
+    assert steps.unfinished(folder) == []
 
 
 @pytest.mark.fault(37)
