@@ -97,7 +97,16 @@ _BY_MESSAGE: tuple[tuple[str, str, str], ...] = (
         "slurm.cpus_per_gpu",
         "write less than `sinfo -o '%N %c'` shows",
     ),
-    (r"node count specification|maximum node", "slurm.nodes", "write fewer"),
+    (
+        r"node count specification|maximum node",
+        "slurm.nodes",
+        "write a number within the limits of `sinfo -o '%P %s'`",
+    ),
+    (
+        r"i/o error writing|invalid user id|invalid group id",
+        "slurm",
+        "the file is not at fault: only the cluster's administrators can change this",
+    ),
     (r"node configuration", "slurm", "request nodes like those that `sinfo -o '%P %D %c %m %G %f'` lists"),
     (r"invalid licen[sc]e", "slurm.extra.licenses", "write one that `scontrol show licenses` lists"),
     (r"invalid wckey", "slurm.extra.wckey", "write one of yours, or take it out"),
@@ -177,7 +186,10 @@ def _fewer_jobs(runs: int, experiment: Job) -> str:
 
 def _max_jobs(slurm: SlurmConfig) -> int | None:
     """Return the lowest limit on a user's jobs in the queue, of the account and the QOS; None if unknown."""
-    user = pwd.getpwuid(os.getuid()).pw_name
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # the service of user names does not answer
+        return None
     queries = (
         (["associations", f"user={user}", "format=account,maxsubmitjobs"], slurm.account),
         (["qos", "format=name,maxsubmitjobspu"], slurm.qos),

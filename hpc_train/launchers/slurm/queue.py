@@ -33,6 +33,8 @@ RUNNING = {
 }  # fmt: skip
 #: Another cluster of the federation has started the job; this one does not know its end until it is over.
 REVOKED = "REVOKED"
+#: Ends after which Slurm starts a job again, unless its settings or the job's forbid that.
+_REQUEUED_BY_SLURM = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL"}
 #: hpc-train's own state: slurmctld does not know the job's id, and accounting has no end of it.
 FORGOTTEN = "FORGOTTEN"
 #: hpc-train's own state: the job belongs to another cluster than the one queried here.
@@ -186,12 +188,15 @@ def _ask(keys: set[JobKey], last: Answer | None) -> Answer:
             with suppress(RefusedError):
                 states |= _squeue(f"--jobs={_numbers(missing)}")
         ended, untold = _sacct(requested - set(states))
-        states |= ended
-        shown, unknown = _shown(requested - set(states) - untold)
+        # Accounting has the end of each start of a job, also of one that Slurm has requeued since.
+        unsure = {job for job, state in ended.items() if state.state in _REQUEUED_BY_SLURM}
+        shown, unknown = _shown(requested - (set(states) | set(ended) | untold) | unsure)
+        states |= {job: state for job, state in ended.items() if job in unknown or job not in unsure}
     except (NoSchedulerError, RefusedError) as error:
         # Errors are shared as well: each query takes seconds then.
         return {"error": str(error), "missed": missed, "cluster": cluster}
     states |= shown
+    unknown -= set(states)
     missed = {job: at for job, at in missed.items() if job not in states and now - at < _MISSED_MAX_S}
     missed |= {job: missed.get(job, now) for job in unknown}
     states |= {job: JobState(job, FORGOTTEN, missed_at=missed[job]) for job in unknown}

@@ -295,6 +295,8 @@ def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str)
         ("Required partition not available (inactive or drain)", "{}", "partition", "wait until"),
         ("Job's account not permitted to use this partition", "{}", "account", "AllowAccounts"),
         ("Memory required by task is not available", "{}", "mem_gb", "write less"),
+        ("Node count specification invalid", "{}", "nodes", "within the limits"),  # too few, or too many
+        ("I/O error writing script/environment to file", "{}", "", "the file is not at fault"),
         ("Invalid Trackable RESource (TRES) specification", "{}", "gpu_type", "write GPUs"),
     ],
 )
