@@ -200,8 +200,7 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
     if folder.is_requeued(job):
         return _requeued(folder, job, submissions)
     if folder.began_by(job) and folder.record is not None:
-        is_stopped = job.state in {"SUSPENDED", "STOPPED"}
-        reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
+        reason = _stopped(job) or limit_words(folder.record)
         if status.state == "requeued" and submissions.neighbors(folder.paths, job.job):
             wait = f"job {job.job} is requeued once its other runs have ended"
             reason = "; ".join(filter(None, (status.reason, reason, wait)))
@@ -252,9 +251,15 @@ def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunSt
     return replace(status, reason=reason)
 
 
+def _stopped(job: JobState) -> str | None:
+    return f"{job.state.lower()} by Slurm" if job.state in {"SUSPENDED", "STOPPED"} else None
+
+
 def _starting(folder: Folder, job: JobState, submissions: Submissions) -> str:
     if submissions.neighbors(folder.paths, job.job):
         return f"waits for a slot of job {job.job}"
+    if stopped := _stopped(job):
+        return stopped
     return f"starting on {job.nodes}" if job.nodes else "starting"
 
 

@@ -75,6 +75,7 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
         ("PENDING", "launch_failed_requeued_held", f"held by Slurm: launch_failed_requeued_{_HELD}"),
         ("CONFIGURING", None, "starting on n[1-2]"),
         ("RUNNING", None, "starting on n[1-2]"),
+        ("SUSPENDED", None, "suspended by Slurm"),
     ],
 )
 def test_a_pending_job_has_its_reason(tmp_path: Path, state: str, reason: str | None, words: str) -> None:
