@@ -61,7 +61,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("slurm.qos=foreign",), "slurm.qos: Slurm refuses it: Invalid qos specification; write one"),
     (
         ("slurm.qos=denying", "slurm.cpus_per_gpu=2"),
-        "slurm.time_limit: Slurm refuses it: QOSMaxWallDurationPerJobLimit; Job violates accounting/QOS policy",
+        "slurm.time_limit: Slurm refuses it: QOSMaxWallDurationPerJobLimit; Job violates",
     ),
     (("slurm.qos=denying", "slurm.time_limit=4min"), "slurm.cpus_per_gpu: Slurm refuses it: QOSMinCpu"),
     (("slurm.reservation=nope",), "slurm.reservation: Slurm refuses it: Requested reservation is invalid"),
