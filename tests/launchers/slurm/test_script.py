@@ -628,6 +628,13 @@ def test_a_requeue_that_slurm_refuses_is_written_down_and_not_repeated(job: Job)
     assert len(job.orders()) == 1
 
 
+def test_times_of_the_job_are_in_utc(job: Job) -> None:
+    """A container may lack the node's time zone."""
+    job.programs.put("scontrol", 'echo Welcome; echo "JobId=7 EndTime=$(date -d @0 +%FT%T)"')
+    job.run(TZ="IST-5:30", SLURM_TIME_FORMAT="%s")
+    assert job.read("shown") == "TimeZone=UTC JobId=7 EndTime=1970-01-01T00:00:00"
+
+
 def test_a_lost_nodes_script_leaves_the_next_start(job: Job) -> None:
     job.write("after", "stop 1")
     job.programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=2, preempted=""))
