@@ -301,8 +301,8 @@ def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
     rows = (line.split(_SEPARATOR) for line in output.splitlines())
     states = [state for row in rows if len(row) >= len(_SACCT_FIELDS) for state in _from_sacct(row)]
     # A job that accounting lists as running but slurmctld does not know has ended.
-    told = ENDED | {REVOKED}
-    return {state.job: state for state in states if state.job in ids and state.state in told}, set()
+    ends = ENDED | {REVOKED}
+    return {state.job: state for state in states if state.job in ids and state.state in ends}, set()
 
 
 def _from_sacct(row: Sequence[str]) -> Iterator[JobState]:
