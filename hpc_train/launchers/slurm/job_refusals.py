@@ -419,16 +419,16 @@ def advice(message: str, experiment: Job) -> Advice:
         for key in experiment.slurm.extra if experiment.slurm else {}:
             if key.replace("_", "-") == option:
                 return Advice(f"slurm.extra.{key}", "write it as sbatch takes it, or take it out")
-    if not (words := _POLICY.sub("", message).strip(" ;")):
+    if not (text := _POLICY.sub("", message).strip(" ;")):
         return Advice("slurm", _ANY_LIMIT)
-    if (limit := _LIMIT.search(words)) and "Submit" not in limit[0]:
+    if (limit := _LIMIT.search(text)) and "Submit" not in limit[0]:
         return Advice(queue.requested_key(limit[0]), queue.remedy(limit[0]))
     for pattern, key, remedy in _BY_MESSAGE:
-        if not options and re.search(pattern, words, re.IGNORECASE):
+        if not options and re.search(pattern, text, re.IGNORECASE):
             missing = key == "slurm.time_limit" and _value(key, experiment) is None
             return Advice(key, "write one; the file has none" if missing else remedy)
-    is_demand = bool(options) or _DEMAND.search(words) is not None
-    subjects = (option for pattern, option in _SUBJECTS if re.search(pattern, words, re.IGNORECASE))
+    is_demand = bool(options) or _DEMAND.search(text) is not None
+    subjects = (option for pattern, option in _SUBJECTS if re.search(pattern, text, re.IGNORECASE))
     options = options or list(subjects)
     if not set(options).isdisjoint(MEMORY_SHARES):
         share = next(option for option in options if option in MEMORY_SHARES)
