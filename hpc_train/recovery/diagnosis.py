@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpc_train.errors import ExitCode, printable, shortened
+from hpc_train.errors import ExitCode, listed, printable, shortened
 from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, UNEQUAL, is_device_error, lost_a_peer
 from hpc_train.run import resource_limits
 from hpc_train.run.liveness import minutes
@@ -127,6 +127,8 @@ class Evidence:
     step: int = 0
     #: Nodes that failed according to the scheduler, perhaps without names; None: it reported no failure.
     failed_nodes: Sequence[str] | None = None
+    #: Nodes on which the scheduler could not start ranks, with the reason.
+    unlaunched: Mapping[str, str] = field(default_factory=dict)
     silent: SilentEnd | None = None
     stop: Stop | None = None
     #: A rank that ended, and the number of others that did not end and were killed.
@@ -163,6 +165,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if evidence.failed_nodes is not None:
         reason = f"a node failed at step {evidence.step}"
         return _diagnosis("lost", reason, bad_nodes=dict.fromkeys(evidence.failed_nodes, DIED))
+    if evidence.unlaunched:
+        return _unlaunched(evidence)
     if evidence.silent is not None:
         return _silent(evidence, evidence.silent)
     if evidence.stop is not None:
@@ -263,6 +267,15 @@ def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
     place = f" on {end.node}" if end.node else ""
     blamed = _on(end.node if is_suspect else None, f"{end.name}: {line if is_broken else end.how}")
     return _diagnosis("crash", f"{end.name}{place}: {how}", end.rank, blamed)
+
+
+def _unlaunched(evidence: Evidence) -> Diagnosis:
+    nodes = evidence.unlaunched
+    how = f"no rank could be launched: {next(iter(nodes.values()))}"
+    # The binding to cores belongs to the request.
+    if "bind" in how or (len(evidence.hosts) > 1 and nodes.keys() >= set(evidence.hosts)):
+        return _diagnosis("crash", f"{listed(list(nodes), 5)}: {how}")
+    return _diagnosis("bad node", f"{listed(list(nodes), 5)}: {how}", bad_nodes=dict.fromkeys(nodes, how))
 
 
 def _unexplained(evidence: Evidence) -> Diagnosis:

@@ -83,14 +83,13 @@ class _Supervisor:
         self._attempt: AttemptPaths = paths.attempt(attempt)
         self._events = EventLog(self._attempt) if facts.rank == 0 else None
         self._metrics: ProgramMetrics | None = None
-        self._heartbeat_at = self._status_at = 0.0
+        self._heartbeat_at = self._status_at = self._looked_at = self._awake_at = 0.0
         self._shown_step = 0
         #: When this rank's program last sent a message or touched its file, and the file's time then.
         self._message_at: float | None = None
         self._message_time = 0.0
         #: The program, and processes of loggers.
         self._children: set[int] = set()
-        #: Whether the program handles SIGTERM.
         self._catches_stop = False
         #: The launcher with which this process would have died, without ending the program's processes.
         self._launcher = processes.outlive_parent()
@@ -250,17 +249,21 @@ class _Supervisor:
 
     def _is_hung(self) -> bool:
         """Return True if the program has shown progress before, and none for longer than the file allows."""
+        at = time.monotonic()
+        if at - self._looked_at > _HEARTBEAT_S:  # this process was not running: its job was suspended
+            self._awake_at = at
+        self._looked_at = at
         logs = [self._attempt.session(self._facts.rank)]
         if self._job.program.per != "rank":  # it numbers the ranks that it starts by itself
             logs = list(self._attempt.files_of_ranks(".session").values())
         with suppress(OSError):
             written = max((log.stat().st_mtime for log in logs), default=self._message_time)
             if written != self._message_time:
-                self._message_at, self._message_time = time.monotonic(), written
+                self._message_at, self._message_time = at, written
         shown = [self._message_at, None if self._metrics is None else self._metrics.newest_at]
         newest = max((at for at in shown if at is not None), default=None)
-        limit_s = self._job.recovery.hang_after_min * 60
-        return newest is not None and time.monotonic() - newest > limit_s and not self._flag
+        quiet_s = 0.0 if newest is None else at - max(newest, self._awake_at)
+        return quiet_s > self._job.recovery.hang_after_min * 60 and not self._flag
 
     def _judge(self, code: int) -> ExitCode:
         """Return this rank's exit code for the program's."""

@@ -31,9 +31,10 @@ _PARTITIONS = {
 }
 _ACCOUNTING = (
     ("add", "qos", "small", "MaxWall=5", "MaxTRESPerJob=cpu=2", "MaxTRESPerUser=node=1"),
+    ("add", "qos", "denying", "MaxWall=5", "MinTRESPerJob=cpu=2", "Flags=DenyOnLimit"),
     ("add", "qos", "foreign"),
     ("add", "qos", "vip"),
-    ("modify", "user", _USER, "set", "qos+=small"),
+    ("modify", "user", _USER, "set", "qos+=small,denying"),
     ("add", "account", "narrow"),
     ("add", "user", _USER, "account=narrow", "MaxWall=20", "MaxSubmitJobs=2", "qos=normal"),
 )
@@ -58,6 +59,11 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("slurm.account=nobody",), "slurm.account: Slurm refuses it: Invalid account or account/partition"),
     (("slurm.qos=nope",), "slurm.qos: Slurm refuses it: Invalid qos specification; write one"),
     (("slurm.qos=foreign",), "slurm.qos: Slurm refuses it: Invalid qos specification; write one"),
+    (
+        ("slurm.qos=denying", "slurm.cpus_per_gpu=2"),
+        "slurm.time_limit: Slurm refuses it: QOSMaxWallDurationPerJobLimit; Job violates",
+    ),
+    (("slurm.qos=denying", "slurm.time_limit=4min"), "slurm.cpus_per_gpu: Slurm refuses it: QOSMinCpu"),
     (("slurm.reservation=nope",), "slurm.reservation: Slurm refuses it: Requested reservation is invalid"),
     (("slurm.exclude=n9",), "slurm.exclude: Slurm refuses it: Invalid node name specified; write"),
 )  # fmt: skip
@@ -89,10 +95,10 @@ def strict(cluster: Cluster) -> Iterator[None]:
         for name in _PARTITIONS:
             cluster.run("scontrol", "delete", f"PartitionName={name}", check=False)
         for words in (
-            ("modify", "user", _USER, "set", "qos-=small"),
+            ("modify", "user", _USER, "set", "qos-=small,denying"),
             ("delete", "user", _USER, "account=narrow"),
             ("delete", "account", "narrow"),
-            ("delete", "qos", "small,foreign,vip"),
+            ("delete", "qos", "small,denying,foreign,vip"),
         ):
             cluster.run("sacctmgr", "-i", *words, check=False)
 

@@ -108,7 +108,7 @@ def test_randomly_preempted_stages_export_the_same_file(
     submitted = succeed(tmp_path, "submit", staged_file(tmp_path, FOUR_STAGES), pace_s=0.3)
     assert submitted.err.count("queued, in") == 4
     stages = stages_below(tmp_path)
-    for paths, steps in zip(stages[:2], (30, 25), strict=True):
+    for paths, steps in zip(stages[:2], (30, 12), strict=True):
         for step in sorted(random.sample(range(1, steps - 2), random.choice([1, 2]))):
             wait_for_attempt(paths, 1)
             with preemption(cluster, paths):

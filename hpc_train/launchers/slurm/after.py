@@ -22,7 +22,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from hpc_train.errors import ExitCode, HpcTrainError, listed
+from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, UserError, listed
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
@@ -59,6 +59,8 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if (newest := attempts.newest_number(job.paths)) > number:
         say(f"attempt {newest} of run {job.paths.folder.name} continues instead of {number}")
         return GIVEN_UP
+    if not job.paths.folder.is_dir():
+        raise BadFileError(f"run {job.paths.folder.name}: {job.paths.folder} is gone; nothing to do")
     record = attempts.read_record(job.paths.attempt(number))
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
@@ -334,7 +336,7 @@ def main(arguments: Iterable[str]) -> int:
     try:
         verdict = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
     except BaseException as error:  # on any error the script needs an answer
-        traceback.print_exc()
+        say(str(error)) if isinstance(error, UserError) else traceback.print_exc()
         with suppress(BaseException):
             paths = BatchJob.of(submission, os.environ).paths
             reason = one_line(f"how the attempt ended could not be judged: {type(error).__name__}: {error}")

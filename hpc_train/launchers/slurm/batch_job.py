@@ -10,7 +10,7 @@ import sys
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +293,7 @@ def still_runs(environ: Mapping[str, str], restart: int) -> bool:
 
 def job_time(name: str, environ: Mapping[str, str]) -> float | None:
     """Return a time of the job, such as ``EndTime``, in seconds since 1970; None if unknown or not set."""
-    time = _time(_fields(environ).get(name, ""))
+    time = _time(_fields(environ).get(name, ""), environ)
     return None if time == math.inf else time
 
 
@@ -301,7 +301,7 @@ def preempted_at(environ: Mapping[str, str]) -> float | None:
     """Return the last preemption of the job in seconds since 1970, 0 for none; None if that is unknown."""
     fields = _fields(environ)
     if "PreemptTime" in fields:
-        time = _time(fields["PreemptTime"])
+        time = _time(fields["PreemptTime"], environ)
         return 0.0 if time == math.inf else time
     return 0.0 if "SuspendTime" in fields else None  # Slurm omits it in front of this field, if there is none
 
@@ -313,16 +313,20 @@ def ends_at(environ: Mapping[str, str], begun_s: float, limit_s: float | None) -
     """
     shown = _fields(environ).get("EndTime")
     if shown is not None:
-        return _time(shown)
+        return _time(shown, environ)
     return None if limit_s is None else begun_s + limit_s
 
 
-def _time(text: str) -> float | None:
-    """Return a time of Slurm in seconds since 1970, infinity for a word such as None; None if damaged."""
+def _time(text: str, environ: Mapping[str, str]) -> float | None:
+    """Return a time of Slurm in seconds since 1970, infinity for a word such as None; None if damaged.
+
+    An older batch script passes times of the node's zone.
+    """
     if text in _NEVER:
         return math.inf
+    zone = UTC if _fields(environ).get("TimeZone") == "UTC" else None
     with suppress(ValueError):
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=zone).timestamp()
     return None
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
+from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import ALLOCATION, LAUNCHER, batch_job, commands
 from hpc_train.launchers.slurm.batch_job import IN_PLACE, NUM_NODES, BatchJob, say
@@ -31,7 +31,7 @@ from hpc_train.run.attempts import AttemptRecord, now, read_record, write_record
 from hpc_train.run.code import snapshot
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
 from hpc_train.run.processes import FOLDER_VARIABLE, Process
-from hpc_train.run.run_status import RunStatus, read_status, write_status
+from hpc_train.run.run_status import RunStatus, read_status, run_facts, write_status
 from hpc_train.run.storage_errors import FULL, storage_error
 
 #: Maximum requeues per start to leave an excluded node; after that the job runs where it is.
@@ -41,6 +41,8 @@ _MOST_ASKED = 2
 _MOST_UNREQUESTED = 3
 #: Seconds before the warning of the time limit in which a shared job begins no further run. Assumed.
 _MIN_RUN_S = 60.0
+#: States of a job whose ranks may still be on its nodes.
+_HAS_PROCESSES = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
 #: Set by the batch script if Slurm can't exclude the nodes.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
 
@@ -65,11 +67,17 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     """Claim the attempt; return the answer, or None if the run must not start.
 
     Raises TryAgainError if another attempt runs or a stage waits for another run, BudgetSpentError if no
-    attempt may follow, WrongNodeError to request other nodes, UserError if others could have written its code
-    or the disk is full.
+    attempt may follow, WrongNodeError to request other nodes, UserError if others could have written its
+    code, the disk is full or the run's folder is gone.
     """
     job = BatchJob.of(folder, environ)
     began = attempts.now_ms()
+    if not job.paths.folder.is_dir():
+        raise BadFileError(f"run {job.paths.folder.name}: {job.paths.folder} is gone; nothing to do")
+    newest = attempts.job_ids(run_facts(job.paths))[-1:]
+    if newest not in ([], [job.job]):  # it was started again, or its folder was removed and made again
+        say(f"run {job.paths.folder.name} belongs to job {newest[0]}; job {job.job} has nothing to do")
+        return None
     is_cancelled = job.paths.cancelled.exists()
     if is_cancelled or read_status(job.paths).state == "completed":
         state = "cancelled" if is_cancelled else "completed"
@@ -311,7 +319,7 @@ def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
         return silent_s(job.paths, record) < SILENT_LIMIT_S
     with suppress(HpcTrainError):  # if Slurm does not answer, ownership protects the run
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
-        return not {"RUNNING", "COMPLETING", "SUSPENDED"}.isdisjoint(listed.split())
+        return not _HAS_PROCESSES.isdisjoint(listed.split())
     return False
 
 

@@ -47,6 +47,8 @@ _NO_ANSWER = re.compile(
     r"|unable to establish|address to|no route to host",
     re.IGNORECASE,
 )
+#: sbatch's last line about a job that was not submitted; what a site prints before it may be about anything.
+_NOT_SUBMITTED = re.compile(r"(?:job submission failed|allocation failure): *(\S.*)")
 #: Slurm has no configuration here, for which its commands have waited themselves.
 _NO_CONFIGURATION = re.compile(r"configuration source|cannot stat file", re.IGNORECASE)
 _FIELD = re.compile(r"(?:^| )([A-Za-z][\w/]*)=(.*?)(?= [A-Za-z][\w/]*=|$)")
@@ -120,7 +122,9 @@ def _run(argv: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> str
         raise NoAnswerError(
             f"Slurm does not answer: `{_shown(argv)}` said nothing for {limit_s:g} s"
         ) from None
-    if done.returncode == 0:
+    # A site's wrapper may return 0 after a refusal; one that tried again has printed a number.
+    has_number = argv[0] != "sbatch" or any(map(str.isdigit, done.stdout))
+    if done.returncode == 0 and (has_number or not _NOT_SUBMITTED.search(done.stderr)):
         return done.stdout + (done.stderr if _TEST_ONLY in argv else "")  # sbatch prints the start time there
     raise failure(argv, done.stderr or done.stdout or f"exit code {done.returncode}")
 
@@ -129,7 +133,7 @@ def failure(argv: Sequence[str], output: str) -> NoAnswerError | RefusedError:
     """Return the error for a program that failed with this output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     message = shortened("; ".join(dict.fromkeys(lines)), _WORDS_MAX)
-    if _NO_ANSWER.search(message):
+    if _NO_ANSWER.search("; ".join(_NOT_SUBMITTED.findall(output)) or message):
         return NoAnswerError(f"Slurm does not answer: `{_shown(argv)}` said: {message}")
     return RefusedError(argv, message)
 

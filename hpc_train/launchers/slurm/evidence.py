@@ -16,6 +16,11 @@ from hpc_train.run.run_status import INTERRUPTED
 _ENDED_BY_SIGNAL = {128 + 2, 128 + 12, 128 + 15}
 #: Of a preempted job it is ``DUE TO PREEMPTION`` (22.05 to 26.05).
 _REQUEUED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE \*\*\*")
+#: srun or a node's daemon ended the ranks by itself; what follows are the ends of these.
+_CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED AT \S+(?: DUE TO ([A-Z ]+))?|Job step aborted:")
+_BY_SLURM = {"TIME LIMIT": diagnosis.Stop("time limit"), "PREEMPTION": diagnosis.Stop("preemption")}
+_ENDED_BY_CANCEL = {int(signal.SIGKILL), int(signal.SIGTERM)}
+_NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.+)")
 _NODE_FAILURE = re.compile(r"node failure|due to node_?fail", re.IGNORECASE)
 _FAILED_NODE = re.compile(r"node failure on (\S+)", re.IGNORECASE)
 #: ``srun: error: n2: tasks 2-3: Exited with exit code 76``, ``… task 3: Killed``
@@ -24,8 +29,10 @@ _TASK_END = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,-]+):
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 _STOP_SIGNALS = {int(signal.SIGTERM), int(signal.SIGUSR2), int(signal.SIGINT)}
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-_OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill|exceeded (?:\w+ )?memory limit", re.IGNORECASE)
 _COMPLAINT = re.compile(r"^(?:srun|slurmstepd|hpc-train|bash|\S+/slurm_script): .+$", re.MULTILINE)
+#: A complaint that states a cause, unlike those about the end that follows.
+_CAUSE = re.compile(r"(?:error|fatal): (?!Timed out waiting for job step)")
 MORE_MEMORY = "ask for more slurm.mem_gb"
 
 
@@ -108,15 +115,28 @@ def in_allocation(verdict: Diagnosis, run: str) -> Diagnosis:
 def evidence(facts: Facts) -> diagnosis.Evidence:
     """Return the facts with those that the output of the batch script shows."""
     complaints = _COMPLAINT.findall(facts.output)
+    complaints = [line for line in complaints if _CAUSE.search(line)] or complaints
     srun_end = f"srun: exit code {facts.srun_code}"
     has_failed_node = _NODE_FAILURE.search(facts.output)
     has_stopped = _agreed_to_stop(facts) or facts.srun_code == ExitCode.TRY_AGAIN
     has_stopped = has_stopped or (facts.srun_code in _ENDED_BY_SIGNAL and not facts.codes)
+    cancelled = _cancelled(facts.output)
+    by_slurm = None if cancelled is None else _BY_SLURM.get((cancelled[1] or "").strip())
+    has_stopped = has_stopped or (cancelled is not None and facts.signal is not None)
+    stop = stop_by(facts.signal, facts.output, is_early=facts.is_early) if has_stopped else by_slurm
+    silent, logs = _silent_end(facts), facts.logs
+    if silent is not None and silent.exit_code and not logs.get(silent.rank):  # Python may not have started
+        causes = [line for line in complaints if not _TASK_END.match(line)]
+        logs = {**logs, silent.rank: (causes or [""])[-1]}
+    if cancelled is not None and facts.srun_code:
+        srun_end += ", since its step was cancelled"
     return replace(
         facts,
         failed_nodes=_FAILED_NODE.findall(facts.output) if has_failed_node else None,
-        silent=_silent_end(facts),
-        stop=stop_by(facts.signal, facts.output, is_early=facts.is_early) if has_stopped else None,
+        logs=logs,
+        silent=silent,
+        unlaunched=dict(_NOT_LAUNCHED.findall(facts.output)),
+        stop=stop,
         launch_end=srun_end if facts.srun_code else None,
         launch_error=complaints[-1] if complaints else f"{srun_end}, and it said nothing",
         more_memory=MORE_MEMORY,
@@ -130,7 +150,15 @@ def stop_by(name: str | None, output: str = "", *, is_early: bool = False) -> di
     """
     if _REQUEUED.search(output):
         return diagnosis.BY_HAND
+    if (cancelled := _cancelled(output)) is not None and (cancelled[1] or "").strip() == "TIME LIMIT":
+        return _BY_SLURM["TIME LIMIT"]
     return diagnosis.Stop("time limit" if name == "SIGUSR2" and not is_early else "preemption")
+
+
+def _cancelled(output: str) -> re.Match[str] | None:
+    """Return the line, before the first end of a rank, by which srun or slurmstepd reports ending them."""
+    first = _TASK_END.search(output)
+    return _CANCELLED.search(output, 0, first.start() if first else len(output))
 
 
 def noted_stop(name: str | None, output: str) -> diagnosis.Stop | None:
@@ -160,6 +188,8 @@ def _silent_end(facts: Facts) -> diagnosis.SilentEnd | None:
     silent = [
         end for end in ends if end.signal not in _STOP_SIGNALS and end.exit_code not in diagnosis.FOLLOWED
     ]
+    if _cancelled(facts.output) is not None:
+        silent = [end for end in silent if end.is_out_of_memory or end.signal not in _ENDED_BY_CANCEL]
     # Once ranks exit on a stop request, srun kills the slow ones.
     if _agreed_to_stop(facts) and silent and silent[0] is not ends[0]:
         return None

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from hpc_train.console import say, say_text
-from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, counted
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UserError, counted
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import commands, job_refusals, options, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm import submission as steps
@@ -176,6 +176,8 @@ def _submit(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> dict[str, 
             steps.release(job.paths, job.record)
     except NoSchedulerError as error:
         raise NoSchedulerError(f"{error}; {_FINISH}") from error
+    except commands.RefusedError as error:  # to release a job, which stays held
+        raise UserError(f"{error}; {_FINISH}") from error
     except KeyboardInterrupt:
         say(f"interrupted; {_FINISH}")
         raise

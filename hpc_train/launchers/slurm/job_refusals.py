@@ -35,17 +35,27 @@ class Advice(NamedTuple):
 _MANY = "the site's limits count every run; wait until others have ended, or submit fewer at once"
 #: Slurm's own messages (its slurm_errno.c, and sbatch's options; measured with 22.05 if it could be caused).
 _BY_MESSAGE: tuple[tuple[str, str, str], ...] = (
-    (r"max\w*submit|job submit limit", "slurm", _MANY),
-    (
-        r"\b(qos|assoc)min\w+",
-        "slurm",
-        "request the minimum that `sacctmgr show qos format=name,mintres` lists, or write another slurm.qos",
-    ),
+    (r"(max|grp)\w*submit", "slurm", _MANY),
     (r"array specification", "sweep.grid", "submit fewer runs at once; the site bounds the size of an array"),
     (
         r"invalid account|account/partition combination",
         "slurm.account",
         "write one that `sacctmgr show associations user=$USER` lists",
+    ),
+    (
+        r"account not (in|permitted)",
+        "slurm.account",
+        "write one that the partition accepts: AllowAccounts and DenyAccounts of `scontrol show partition`",
+    ),
+    (
+        r"qos not (in|permitted)",
+        "slurm.qos",
+        "write one that the partition accepts: AllowQos and DenyQos of `scontrol show partition`",
+    ),
+    (
+        r"(requested|required) partition not available",
+        "slurm.partition",
+        "write another one, or wait until `sinfo` shows it as up",
     ),
     (
         r"invalid partition|(requested|required) partition|permitted to use this partition|partition name",
@@ -67,17 +77,17 @@ _BY_MESSAGE: tuple[tuple[str, str, str], ...] = (
     (r"job dependenc", "slurm.dependency", "write one like afterok:12345, of a job that Slurm still knows"),
     (r"invalid node name", "slurm.exclude", "write names that `sinfo -N` lists"),
     (
-        r"invalid generic resource|invalid gres|invalid trespec",
+        r"invalid generic resource|invalid gres|invalid trespec|invalid trackable resource",
         "slurm.gpu_type",
         "write GPUs that `sinfo -o '%N %G'` lists",
     ),
     (
         r"requested time limit is invalid|(max\w*wall|timelimit)\w*",
         "slurm.time_limit",
-        "write less than `sinfo -o '%P %l'` allows",
+        "write less; `sinfo -o '%P %l'` lists the partitions' limits, and a QOS or the site may allow less",
     ),
     (
-        r"memory specification can ?not be satisfied",
+        r"memory specification can ?not be satisfied|memory required by task",
         "slurm.mem_gb",
         "write less than `sinfo -o '%N %m'` shows, in MB",
     ),
@@ -87,10 +97,33 @@ _BY_MESSAGE: tuple[tuple[str, str, str], ...] = (
         "slurm.cpus_per_gpu",
         "write less than `sinfo -o '%N %c'` shows",
     ),
-    (r"node count specification|maximum node", "slurm.nodes", "write fewer"),
+    (
+        r"node count specification|maximum node",
+        "slurm.nodes",
+        "write a number within the limits of `sinfo -o '%P %s'`",
+    ),
+    (
+        r"i/o error writing|invalid user id|invalid group id",
+        "slurm",
+        "the file is not at fault: only the cluster's administrators can change this",
+    ),
     (r"node configuration", "slurm", "request nodes like those that `sinfo -o '%P %D %c %m %G %f'` lists"),
     (r"invalid licen[sc]e", "slurm.extra.licenses", "write one that `scontrol show licenses` lists"),
     (r"invalid wckey", "slurm.extra.wckey", "write one of yours, or take it out"),
+)
+#: A limit of an account or a QOS by Slurm's name.
+_LIMIT = re.compile(r"\b(?:QOS|Assoc)[A-Z]\w+")
+#: Slurm's sentence after the name of a limit; some sites and versions print it alone.
+_POLICY = re.compile(r"[^;]*job violates accounting/qos policy[^;]*", re.IGNORECASE)
+_ANY_LIMIT = (
+    "a limit of your account or QOS on jobs in the queue, their size or their time is exceeded; "
+    f"`{queue.LIMITS_OF_QOS}` and `{queue.LIMITS_OF_ACCOUNTS}` list them"
+)
+#: Words of a site's plug-in with which it asks for what the request lacks.
+_DEMAND = re.compile(
+    r"\b(must|please|specify|provide|missing|mandatory|without|give|set|required?|"
+    r"(not?|is) (given|set|specified))\b|\bno \w+ (was )?(given|set|specified)\b",
+    re.IGNORECASE,
 )
 _OPTION = re.compile(r"--([a-z][a-z-]+)")
 #: Subject of a message by a site's plug-in that names no option → the option.
@@ -153,7 +186,10 @@ def _fewer_jobs(runs: int, experiment: Job) -> str:
 
 def _max_jobs(slurm: SlurmConfig) -> int | None:
     """Return the lowest limit on a user's jobs in the queue, of the account and the QOS; None if unknown."""
-    user = pwd.getpwuid(os.getuid()).pw_name
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # the service of user names does not answer
+        return None
     queries = (
         (["associations", f"user={user}", "format=account,maxsubmitjobs"], slurm.account),
         (["qos", "format=name,maxsubmitjobspu"], slurm.qos),
@@ -383,22 +419,27 @@ def advice(message: str, experiment: Job) -> Advice:
         for key in experiment.slurm.extra if experiment.slurm else {}:
             if key.replace("_", "-") == option:
                 return Advice(f"slurm.extra.{key}", "write it as sbatch takes it, or take it out")
+    if not (text := _POLICY.sub("", message).strip(" ;")):
+        return Advice("slurm", _ANY_LIMIT)
+    if (limit := _LIMIT.search(text)) and "Submit" not in limit[0]:
+        return Advice(queue.requested_key(limit[0]), queue.remedy(limit[0]))
     for pattern, key, remedy in _BY_MESSAGE:
-        if not options and re.search(pattern, message, re.IGNORECASE):
+        if not options and re.search(pattern, text, re.IGNORECASE):
             missing = key == "slurm.time_limit" and _value(key, experiment) is None
             return Advice(key, "write one; the file has none" if missing else remedy)
-    subjects = (option for pattern, option in _SUBJECTS if re.search(pattern, message, re.IGNORECASE))
+    is_demand = bool(options) or _DEMAND.search(text) is not None
+    subjects = (option for pattern, option in _SUBJECTS if re.search(pattern, text, re.IGNORECASE))
     options = options or list(subjects)
     if not set(options).isdisjoint(MEMORY_SHARES):
         share = next(option for option in options if option in MEMORY_SHARES)
         return Advice(
             "slurm.mem_gb", f"take it out, and write slurm.extra.{share} instead if these words ask for it"
         )
-    keys = {SBATCH_KEYS[option] for option in options if option in SBATCH_KEYS}
+    keys = {SBATCH_KEYS[option].partition(" ")[0] for option in options if option in SBATCH_KEYS}
     key = keys.pop() if len(keys) == 1 else "slurm"
-    if " " in key or key == "slurm":
+    if key == "slurm":
         return Advice("slurm", _GENERAL)
-    is_missing = _value(key, experiment) is None
+    is_missing = is_demand and _value(key, experiment) is None
     return Advice(key, "write one; the file has none" if is_missing else _GENERAL)
 
 

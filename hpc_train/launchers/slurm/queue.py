@@ -25,11 +25,16 @@ WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT",
 #: States of ended jobs. Slurm requeues some automatically; they are PENDING then.
 ENDED = {
     "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
-    "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+    "DEADLINE", "LAUNCH_FAILED", "RECONFIG_FAIL",
 }  # fmt: skip
 RUNNING = {
     "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT",
+    "REVOKED",
 }  # fmt: skip
+#: Another cluster of the federation has started the job; this one does not know its end until it is over.
+REVOKED = "REVOKED"
+#: Ends after which Slurm starts a job again, unless its settings or the job's forbid that.
+_REQUEUED_BY_SLURM = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL"}
 #: hpc-train's own state: slurmctld does not know the job's id, and accounting has no end of it.
 FORGOTTEN = "FORGOTTEN"
 #: hpc-train's own state: the job belongs to another cluster than the one queried here.
@@ -62,7 +67,6 @@ _TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")
 _NEVER = {
     "BadConstraints": "slurm",
     "PartitionConfig": "slurm",
-    "PartitionInactive": "slurm.partition",
     "PartitionNodeLimit": "slurm.nodes",
     "PartitionTimeLimit": "slurm.time_limit",
     "AccountNotAllowed": "slurm.account",
@@ -80,15 +84,21 @@ _SHARED_LIMIT = re.compile(r"(QOS|Assoc)\w*(Per(User|Account)|Grp)\w*")
 _NOT_PERMITTED = re.compile(r"Job's (account|QOS) not permitted to use this partition")
 #: Part of a limit's name → the key that requests the resource.
 _KEY_BY_RESOURCE = {
+    "Minutes": "slurm.time_limit",
     "Wall": "slurm.time_limit",
     "Cpu": "slurm.cpus_per_gpu",
     "Mem": "slurm.mem_gb",
     "GRES": "slurm.gpus_per_node",
     "Node": "slurm.nodes",
 }
+#: Commands that list a user's limits.
+LIMITS_OF_QOS = "sacctmgr show qos format=name,maxwall,maxtres,maxtrespernode,maxtrespu,mintres"
+LIMITS_OF_ACCOUNTS = (
+    "sacctmgr show associations user=$USER format=account,maxwall,maxtres,maxtrespernode,grptres"
+)
 _HELD = {
     "JobHeldUser": "held; `scontrol release {job}` lets it start",
-    "JobHeldAdmin": "held by an administrator",
+    "JobHeldAdmin": "held by an administrator, who alone can release it",
 }
 
 
@@ -178,12 +188,15 @@ def _ask(keys: set[JobKey], last: Answer | None) -> Answer:
             with suppress(RefusedError):
                 states |= _squeue(f"--jobs={_numbers(missing)}")
         ended, untold = _sacct(requested - set(states))
-        states |= ended
-        shown, unknown = _shown(requested - set(states) - untold)
+        # Accounting has the end of each start of a job, also of one that Slurm has requeued since.
+        unsure = {job for job, state in ended.items() if state.state in _REQUEUED_BY_SLURM}
+        shown, unknown = _shown(requested - (set(states) | set(ended) | untold) | unsure)
+        states |= {job: state for job, state in ended.items() if job in unknown or job not in unsure}
     except (NoSchedulerError, RefusedError) as error:
         # Errors are shared as well: each query takes seconds then.
         return {"error": str(error), "missed": missed, "cluster": cluster}
     states |= shown
+    unknown -= set(states)
     missed = {job: at for job, at in missed.items() if job not in states and now - at < _MISSED_MAX_S}
     missed |= {job: missed.get(job, now) for job in unknown}
     states |= {job: JobState(job, FORGOTTEN, missed_at=missed[job]) for job in unknown}
@@ -288,7 +301,8 @@ def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
     rows = (line.split(_SEPARATOR) for line in output.splitlines())
     states = [state for row in rows if len(row) >= len(_SACCT_FIELDS) for state in _from_sacct(row)]
     # A job that accounting lists as running but slurmctld does not know has ended.
-    return {state.job: state for state in states if state.job in ids and state.state in ENDED}, set()
+    ends = ENDED | {REVOKED}
+    return {state.job: state for state in states if state.job in ids and state.state in ends}, set()
 
 
 def _from_sacct(row: Sequence[str]) -> Iterator[JobState]:
@@ -334,8 +348,13 @@ def key_at_fault(reason: str, *, is_alone: bool = False) -> str | None:
     if match := _NOT_PERMITTED.match(reason):
         return f"slurm.{match[1].lower()}"
     if _NEVER_BY_LIMIT.fullmatch(reason) or (is_alone and is_shared_limit(reason) and "PerUser" in reason):
-        return next((key for part, key in _KEY_BY_RESOURCE.items() if part in reason), "slurm")
+        return requested_key(reason)
     return _NEVER.get(reason)
+
+
+def requested_key(limit: str) -> str:
+    """Return the key of the file that requests the resource which Slurm's name of a limit contains."""
+    return next((key for part, key in _KEY_BY_RESOURCE.items() if part in limit), "slurm")
 
 
 def is_shared_limit(reason: str) -> bool:
@@ -344,13 +363,17 @@ def is_shared_limit(reason: str) -> bool:
 
 
 def remedy(reason: str) -> str:
-    """Return the remedy for a reason of a job that never starts."""
+    """Return the remedy for a reason of a job that never starts, or for a limit by which it is refused."""
+    if reason == "DependencyNeverSatisfied":
+        return "the job that it waits for has not ended as required; write another, or take it out"
+    if re.match(r"(QOS|Assoc)Min", reason):
+        return f"request at least the minimum, or write another slurm.qos; `{LIMITS_OF_QOS}` lists it"
     if reason.startswith("QOS"):
-        limits = "sacctmgr show qos format=name,maxwall,maxtres,maxtrespernode,maxtrespu,mintres"
-        return f"request less, or write another slurm.qos; `{limits}` lists the limits"
+        return f"request less, or write another slurm.qos; `{LIMITS_OF_QOS}` lists the limits"
     if reason.startswith("Assoc"):
-        limits = "sacctmgr show associations user=$USER format=account,maxwall,maxtres,maxtrespernode,grptres"
-        return f"request less, or write another slurm.account; `{limits}` lists the limits"
+        return f"request less, or write another slurm.account; `{LIMITS_OF_ACCOUNTS}` lists the limits"
+    if reason in {"InvalidAccount", "InvalidQOS"}:
+        return "write one that `sacctmgr show associations user=$USER format=account,qos` lists"
     return "write another value, or another slurm.partition; `scontrol show partition` lists the limits"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from hpc_train.launchers.slurm import evaluations, queue
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
-from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobKey, JobState
+from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, REVOKED, JobKey, JobState
 from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.diagnosis import LESS_MEMORY, Diagnosis, Stop, diagnose_unexplained_job, stop_reason
@@ -40,6 +41,8 @@ _ALIVE_S = 120.0
 
 #: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
 _SAVED_TOO_LATE = "TIMEOUT after a save"
+#: TIMEOUT before the first step.
+_NO_STEP = "TIMEOUT before a step"
 _TOO_LATE = (
     "time limit reached: its ranks saved, but too late to be requeued; raise slurm.signal_lead_s or "
     "slurm.time_limit"
@@ -48,6 +51,7 @@ _TOO_LATE = (
 _JOB_ENDS = {
     "TIMEOUT": ("time limit", "time limit reached before a save was done; raise slurm.signal_lead_s"),
     _SAVED_TOO_LATE: ("time limit", _TOO_LATE),
+    _NO_STEP: ("time limit", "time limit reached before the first step; raise slurm.time_limit"),
     "DEADLINE": ("time limit", "the job's deadline has passed"),
     "PREEMPTED": ("preemption", "preempted, and this site does not requeue what it preempts"),
     "OUT_OF_MEMORY": ("crash", f"out of memory; {MORE_MEMORY}; {LESS_MEMORY}"),
@@ -186,16 +190,17 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
     if job is None or job.state == ELSEWHERE:
         return status
     if status.state not in GOING_ON:
-        return status if job.is_over else _returned(folder, job, submissions)
+        return status if job.is_over or job.state == REVOKED else _returned(folder, job, submissions)
     if job.is_over:
         return _over(folder, job, submissions)
     if folder.is_cancelled:
         return replace(status, reason="being cancelled")
+    if job.state == REVOKED:
+        return replace(status, reason=f"job {job.job} has started on another cluster of the federation")
     if folder.is_requeued(job):
         return _requeued(folder, job, submissions)
     if folder.began_by(job) and folder.record is not None:
-        is_stopped = job.state in {"SUSPENDED", "STOPPED"}
-        reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
+        reason = _stopped(job) or limit_words(folder.record)
         if status.state == "requeued" and submissions.neighbors(folder.paths, job.job):
             wait = f"job {job.job} is requeued once its other runs have ended"
             reason = "; ".join(filter(None, (status.reason, reason, wait)))
@@ -246,9 +251,15 @@ def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunSt
     return replace(status, reason=reason)
 
 
+def _stopped(job: JobState) -> str | None:
+    return f"{job.state.lower()} by Slurm" if job.state in {"SUSPENDED", "STOPPED"} else None
+
+
 def _starting(folder: Folder, job: JobState, submissions: Submissions) -> str:
     if submissions.neighbors(folder.paths, job.job):
         return f"waits for a slot of job {job.job}"
+    if stopped := _stopped(job):
+        return stopped
     return f"starting on {job.nodes}" if job.nodes else "starting"
 
 
@@ -331,11 +342,16 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
         # A task cancelled while its array waits leaves no trace, not even with accounting (22.05).
         return Diagnosis("cancelled", f"job {job.job} left the queue before it started: scancel")
     if job.state == "CANCELLED":
-        return Diagnosis("cancelled", "scancel")
+        return Diagnosis("cancelled", _cancelled_by(job))
     has_saved = has_begun and folder.record is not None and "saved" in folder.record.events
     state = _SAVED_TOO_LATE if job.state == "TIMEOUT" and has_saved else job.state
+    events = folder.record.events if has_begun and folder.record is not None else {}
+    if state == "TIMEOUT" and folder.status.step == 0 and "first_step" not in events:
+        state = _NO_STEP
     if state in _JOB_ENDS:
         cause, reason = _JOB_ENDS[state]
+        if has_begun and cause == "time limit" and folder.record is not None:
+            reason = "; ".join(filter(None, (reason, limit_words(folder.record))))
         return Diagnosis(cause, f"job {job.job}: {reason}")
     code, _, signal = (job.exit_code or "").partition(":")
     if signal == _NO_OUTPUT_FILE:
@@ -345,6 +361,14 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
     state_text = job.state if has_begun or was_requeued else job.reason or job.state
     how = f"({state_text}{_exit_words(code, signal)})"
     return diagnose_unexplained_job(job.job, how, has_begun=has_begun, was_requeued=was_requeued, see=see)
+
+
+def _cancelled_by(job: JobState) -> str:
+    """Return who has cancelled the job, as far as Slurm says so."""
+    if job.reason == "DependencyNeverSatisfied":
+        return f"by Slurm: the job that job {job.job} waits for failed or was cancelled"
+    user = (job.reason or "").removeprefix("by ")
+    return f"scancel by user {user}" if user.isdecimal() and int(user) != os.getuid() else "scancel"
 
 
 def _exit_words(code: str, signal: str) -> str:

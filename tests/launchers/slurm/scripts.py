@@ -50,6 +50,7 @@ AFTER = """\
 import os, pathlib, sys
 asked = pathlib.Path(sys.argv[1], "after")
 pathlib.Path(sys.argv[1], "code").write_text(" ".join(sys.argv[2:]))
+pathlib.Path(sys.argv[1], "shown").write_text(os.environ["HPC_TRAIN_JOB"])
 if sys.argv[2] == "refused":
     sys.exit()
 word = "requeue" if sys.argv[2] == "75" else "stop"

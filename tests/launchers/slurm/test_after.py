@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -373,6 +374,10 @@ def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
     status = read_status(batch.paths)
     assert status.state == "failed"
     assert "could not be judged: HpcTrainError" in (status.reason or "")
+    shutil.rmtree(batch.paths.folder)
+    done = as_command("after", batch.environ, batch.submission, "75")
+    assert (done.stdout, done.stderr.count("\n")) == ("stop 1\n", 1)
+    assert "is gone; nothing to do" in done.stderr and not batch.paths.folder.exists()
 
 
 def test_stale_is_retried(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from hpc_train.errors import BadFileError, UsageError
-from hpc_train.launchers.slurm.batch_job import BatchJob
+from hpc_train.launchers.slurm.batch_job import BatchJob, job_time
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.files import write_json
 
@@ -37,6 +38,27 @@ def test_a_task_beyond_the_runs_and_no_job_at_all_are_errors(submission: Path) -
         of_array(submission, "3")
     with pytest.raises(UsageError, match="SLURM_JOB_ID"):
         BatchJob.of(submission, {})
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected_s"),
+    [
+        ("TimeZone=UTC JobId=7 EndTime=1970-01-02T00:00:00 Deadline=N/A", 86400.0),
+        ("JobId=7 EndTime=1970-01-02T00:00:00 Deadline=N/A", 86400.0 - 5.5 * 3600),
+        ("TimeZone=UTC JobId=7 EndTime=Unknown Deadline=N/A", None),
+    ],
+)
+def test_times_are_in_the_zone_of_the_answer(
+    shown: str, expected_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older batch scripts pass times in the node's zone."""
+    monkeypatch.setenv("TZ", "IST-5:30")
+    time.tzset()
+    try:
+        assert job_time("EndTime", {"HPC_TRAIN_JOB": shown}) == expected_s
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize(

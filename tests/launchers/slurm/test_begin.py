@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import ENVIRON, as_command, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import add_job
 from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
 
@@ -90,6 +92,21 @@ def test_an_ended_run_starts_nothing(paths: RunPaths, capfd: pytest.CaptureFixtu
     assert begin(folder_of(paths), ENVIRON) is None
     assert not paths.attempt_folders()
     assert f"run abc is {state}; nothing to do" in capfd.readouterr().err
+
+
+def test_a_job_that_is_not_the_runs_newest_starts_nothing(
+    paths: RunPaths, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run was resumed, or its folder was removed and made again, while the older job waited."""
+    add_job(paths, "12_0")
+    add_job(paths, "15")
+    assert begin(folder_of(paths), ENVIRON) is None
+    assert "run abc belongs to job 15; job 12_0 has nothing to do" in capfd.readouterr().err
+    submission = folder_of(paths)
+    shutil.rmtree(paths.folder)
+    with pytest.raises(BadFileError, match="abc is gone; nothing to do"):
+        begin(submission, ENVIRON)
+    assert not paths.folder.exists()
 
 
 @pytest.mark.fault(14)
@@ -348,7 +365,9 @@ def test_it_starts_where_the_job_itself_was_started_again(paths: RunPaths, other
     assert begun(paths, restarted(1))[0] == 2
 
 
-@pytest.mark.parametrize(("state", "starts"), [("RUNNING", False), ("COMPLETED", True), ("", True)])
+@pytest.mark.parametrize(
+    ("state", "starts"), [("RUNNING", False), ("STOPPED", False), ("COMPLETED", True), ("", True)]
+)
 def test_waits_for_another_job(
     paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, state: str, starts: bool
 ) -> None:

@@ -53,6 +53,8 @@ def test_silence_is_told_from_a_refusal(programs: Programs, words: str) -> None:
     [
         "sbatch: error: Batch job submission failed: Invalid partition name specified",
         "sbatch: error: Invalid account or account/partition combination specified",
+        # A site's notice before it is no answer of Slurm.
+        "two-factor authentication is required; sbatch: error: Batch job submission failed: Invalid qos",
         "Slurm accounting storage is disabled",
         "slurm_load_jobs error: Invalid job id specified",
     ],
@@ -64,6 +66,19 @@ def test_a_refusal_has_slurms_words_and_is_not_repeated(programs: Programs, word
     assert raised.value.words == words
     assert "`sbatch 'a b'`" in str(raised.value)
     assert len(programs.calls("sbatch")) == 1
+
+
+def test_a_wrapper_that_returns_0_submits_nothing(programs: Programs) -> None:
+    words = "sbatch: error: Batch job submission failed: {}"
+    for reason, error in (
+        ("Invalid qos", RefusedError),
+        ("Socket timed out on send/recv operation", NoAnswerError),
+    ):
+        programs.put("sbatch", f"echo '{words.format(reason)}' >&2")
+        with pytest.raises(error, match=reason):
+            run(["sbatch"])
+    programs.put("sbatch", f"echo '{words.format('Socket timed out')}' >&2; echo 12")
+    assert run(["sbatch"]) == "12\n", "it has tried again"
 
 
 def test_a_program_that_hangs_is_ended_at_the_limit(programs: Programs) -> None:

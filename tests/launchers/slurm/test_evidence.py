@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -170,6 +171,79 @@ def test_a_full_disk_is_final_though_it_has_no_room_for_an_exit_code() -> None:
     found = judge(Facts(srun_code=76, codes={0: 76}, output=output, logs={2: "/runs/x: the disk is full"}))
     assert (found.cause, found.state, found.exit_code) == ("user error", "failed", 74)
     assert found.reason == "rank 2: ended with exit code 74: /runs/x: the disk is full"
+
+
+_ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+_CANCELLED = "slurmstepd: error: *** STEP 4.0 ON n2 CANCELLED AT 2026-01-01T00:00:00{} ***\n"
+_ENDED_BY_SRUN = _ABORTED + _CANCELLED.format("") + KILLED
+
+
+def _not_launched(node: str, why: str) -> str:
+    lines = f"Task launch for StepId=4.0 failed on node {node}: {why}", f"Application launch failed: {why}"
+    return "".join(f"srun: error: {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("output", "more", "cause", "reason", "bad"),
+    [
+        # Ranks that srun or slurmstepd has ended have not run out of memory, and their node is healthy.
+        (
+            _not_launched("n1", "Prolog failed") + _ENDED_BY_SRUN,
+            {"hosts": ["n1", "n2"]},
+            "bad node",
+            "n1: no rank could be launched: Prolog failed",
+            {"n1"},
+        ),
+        (
+            _not_launched("n1", "Socket timed out") + _not_launched("n2", "Socket timed out") + _ABORTED,
+            {"hosts": ["n1", "n2"]},
+            "crash",
+            "n1, n2: no rank could be launched: Socket timed out",
+            set(),
+        ),
+        (_CANCELLED.format(" DUE TO TIME LIMIT") + KILLED, {}, "time limit", "time limit at step 7", set()),
+        (_CANCELLED.format(" DUE TO PREEMPTION") + KILLED, {}, "preemption", "preempted at step 7", set()),
+        (_ENDED_BY_SRUN, {"signal": "SIGTERM"}, "preemption", "preempted at step 7", set()),
+        (_ENDED_BY_SRUN, {}, "crash", "srun: exit code 137, since its step was cancelled", set()),
+        # The kill came first, and srun ended the others.
+        (KILLED + _ENDED_BY_SRUN, {}, "crash", "rank 3 on n2: killed by SIGKILL; out of memory?", {"n2"}),
+        # Without control groups Slurm itself ends ranks that use too much memory.
+        (
+            f"slurmstepd: error: StepId=4.0 exceeded memory limit (5 > 4), being killed\n{KILLED}",
+            {},
+            "crash",
+            "killed by SIGKILL, out of memory; ask for more slurm.mem_gb",
+            set(),
+        ),
+        (
+            (
+                "slurmstepd: error: execve(): /opt/python: No such file or directory\n"
+                "srun: error: n1: tasks 0-1: Exited with exit code 2\n"
+            ),
+            {"logs": {}},
+            "crash",
+            "exit code 2: slurmstepd: error: execve(): /opt/python: No such file",
+            set(),
+        ),
+        (
+            (
+                "srun: error: Unable to confirm allocation for job 4: Socket timed out\n"
+                "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 4\n"
+            ),
+            {"logs": {}},
+            "crash",
+            "no rank was started: srun: error: Unable to confirm allocation for job 4: Socket timed out",
+            set(),
+        ),
+    ],
+)
+def test_ranks_that_slurm_ended_and_ranks_that_it_could_not_start(
+    output: str, more: dict[str, Any], cause: str, reason: str, bad: set[str]
+) -> None:
+    facts = Facts(srun_code=137, output=output, step=7, logs={0: "", 3: ""})
+    found = judge(replace(facts, **more))
+    assert (found.cause, found.bad_nodes.keys()) == (cause, bad)
+    assert reason in str(found.reason)
 
 
 def test_a_dead_node_costs_no_crash() -> None:

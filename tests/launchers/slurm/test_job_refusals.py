@@ -170,6 +170,9 @@ def test_the_earliest_start_is_read(tmp_path: Path, programs: Programs) -> None:
         ("QOSMaxGRESPerJob", "slurm.gpus_per_node"),
         ("MaxMemPerLimit", "slurm.mem_gb"),
         ("QOSMinGRES", "slurm.gpus_per_node"),
+        ("AssocMaxCpuMinutesPerJobLimit", "slurm.time_limit"),
+        ("DependencyNeverSatisfied", "slurm.dependency"),
+        ("PartitionInactive", None),  # until an administrator sets it up again
         ("QOSMaxCpuPerUserLimit", None),
         ("AssocGrpGRES", None),
         ("Priority", None),
@@ -179,6 +182,8 @@ def test_a_pending_reason_is_about_a_key(reason: str, key: str | None) -> None:
     assert queue.key_at_fault(reason) == key
     problems = job_refusals.never_starts(reason, small_experiment(slurm={})) if key else []
     assert [problem.key for problem in problems] == ([key] if key else [])
+    words = {"QOSMinGRES": "at least the minimum", "DependencyNeverSatisfied": "take it out"}
+    assert all(words.get(reason, "") in problem.remedy for problem in problems)
 
 
 def test_user_options_of_sinfo_hide_no_nodes(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,24 @@ def test_accounting_is_asked_for_what_squeue_has_dropped(programs: Programs) -> 
     assert "--jobs=12,99 " in call
 
 
+@pytest.mark.parametrize(
+    ("show_job", "expected"),
+    [
+        ("echo 'JobId=99 JobState=PENDING Reason=BeginTime Restarts=1 NodeList=(null)'", "PENDING"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "PREEMPTED"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", None),
+    ],
+)
+def test_accounting_may_have_the_end_before_a_requeue(
+    programs: Programs, show_job: str, expected: str | None
+) -> None:
+    rows = "99\x1fPREEMPTED\x1f2026-11-21T06:05:06\x1f0:0\x1fn1\x1fdigits"
+    programs.put("sacct", f"echo '{rows}'")
+    put_scontrol(programs, show_job)
+    found = ask(["99"]).get("99")
+    assert (found and found.state) == expected
+
+
 def test_a_job_is_not_forgotten_while_accounting_is_silent(programs: Programs) -> None:
     programs.put(
         "sacct", "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"

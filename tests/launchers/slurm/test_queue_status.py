@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -70,10 +71,11 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
         ("PENDING", "QOSMaxJobsPerUserLimit", "waits: QOSMaxJobsPerUserLimit"),
         ("PENDING", "AssocGrpGRES", "waits: AssocGrpGRES"),
         ("PENDING", "JobHeldUser", _HELD),
-        ("PENDING", "JobHeldAdmin", "held by an administrator"),
+        ("PENDING", "JobHeldAdmin", "held by an administrator, who alone can release it"),
         ("PENDING", "launch_failed_requeued_held", f"held by Slurm: launch_failed_requeued_{_HELD}"),
         ("CONFIGURING", None, "starting on n[1-2]"),
         ("RUNNING", None, "starting on n[1-2]"),
+        ("SUSPENDED", None, "suspended by Slurm"),
     ],
 )
 def test_a_pending_job_has_its_reason(tmp_path: Path, state: str, reason: str | None, words: str) -> None:
@@ -439,6 +441,49 @@ def test_a_time_limit_that_slurm_has_cut_is_shown(paths: RunPaths) -> None:
     begin(paths, "12", time_limit_s=120.0, requested_limit_s=1800.0)
     words = "Slurm gives the job 2 min, not the 30 min of slurm.time_limit"
     assert _stand(paths, job("12", "RUNNING")).reason == words
+
+
+@pytest.mark.parametrize(
+    ("events", "step", "words"),
+    [
+        ({}, 0, "before the first step; raise slurm.time_limit; Slurm gives the job 2 min"),
+        ({"first_step": "now"}, 0, "raise slurm.signal_lead_s; Slurm gives the job 2 min"),
+        ({}, 4, "raise slurm.signal_lead_s; Slurm gives the job 2 min"),
+    ],
+)
+def test_a_job_that_its_time_limit_killed(
+    paths: RunPaths, events: dict[str, str], step: int, words: str
+) -> None:
+    """A longer time from the signal to the limit helps only a job that trains."""
+    begin(paths, "12", step=step, events=events, time_limit_s=120.0, requested_limit_s=1800.0)
+    assert words in str(_stand(paths, job("12", "TIMEOUT", ended=_LONG_AGO)).reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (None, "scancel"),
+        (f"by {os.getuid()}", "scancel"),
+        ("by 54321", "scancel by user 54321"),
+        ("DependencyNeverSatisfied", "the job that job 12 waits for failed or was cancelled"),
+    ],
+)
+def test_who_has_cancelled_a_job(tmp_path: Path, reason: str | None, words: str) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    found = _stand(paths, job("12", "CANCELLED", reason, ended=_LONG_AGO))
+    assert found.state == "cancelled" and str(found.reason).endswith(words)
+
+
+@pytest.mark.parametrize("state", ["pending", "running", "failed"])
+def test_a_job_that_another_cluster_of_the_federation_has_started_is_not_over(
+    paths: RunPaths, state: str
+) -> None:
+    begin(paths, "12", step=4, cluster="b")
+    write_status(paths, RunStatus(state, 4, 10, attempt=1))
+    found = _stand(paths, job("12", "REVOKED"))
+    assert (found.state, found.step) == (state, 4)
+    assert state == "failed" or "another cluster of the federation" in str(found.reason)
+    assert read_status(paths) == RunStatus(state, 4, 10, attempt=1)
 
 
 def test_a_run_of_another_cluster_is_as_its_folder_says(tmp_path: Path) -> None:

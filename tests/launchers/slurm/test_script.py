@@ -653,6 +653,13 @@ def test_a_requeue_that_slurm_refuses_is_written_down_and_not_repeated(job: Job)
     assert len(job.orders()) == 1
 
 
+def test_times_of_the_job_are_in_utc(job: Job) -> None:
+    """A container may lack the node's time zone."""
+    job.programs.put("scontrol", 'echo Welcome; echo "JobId=7 EndTime=$(date -d @0 +%FT%T)"')
+    job.run(TZ="IST-5:30", SLURM_TIME_FORMAT="%s")
+    assert job.read("shown") == "TimeZone=UTC JobId=7 EndTime=1970-01-01T00:00:00"
+
+
 def test_a_lost_nodes_script_leaves_the_next_start(job: Job) -> None:
     job.write("after", "stop 1")
     job.programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=2, preempted=""))
@@ -837,6 +844,7 @@ _LISTED = "echo 'JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 Batch
         ("true", _LISTED, _REQUEUED, ""),  # only scontrol lists the job
         ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo SIGNALING", "true", _REQUEUED, ""),
         ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo RESIZING", "true", _REQUEUED, ""),
+        ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo SUSPENDED", "true", _REQUEUED, ""),
         # The answer to the requeue was lost.
         ("[ -e {done} ] && echo PENDING || echo RUNNING", _LOST, _REQUEUED, ""),
         # The script of a lost node leaves the job's next start alone.
@@ -877,11 +885,19 @@ def test_the_requeues_own_signal_does_not_end_the_script(job: Job) -> None:
     assert len(job.orders()) == 2
 
 
-def test_the_requeue_waits_for_a_slurm_that_does_not_answer(job: Job) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "Slurm backup controller in standby mode",
+        "Protocol authentication error",
+    ],
+)
+def test_the_requeue_waits_for_a_slurm_that_does_not_answer(job: Job, words: str) -> None:
     job.write("rank", "75")
     count = f"$(wc -l < {job.programs.folder}"
     job.programs.put("squeue", f"[ {count}/squeue.calls) -gt 3 ] && echo RUNNING || exit 1")
-    refusal = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    refusal = f"echo 'slurm_requeue error: {words}' >&2; exit 1"
     requeues = f"$(grep -c ^requeue {job.programs.folder}/scontrol.calls)"
     job.programs.put("scontrol", f"[ $1 != requeue ] || [ {requeues} -gt 2 ] || {{ {refusal}; }}")
     assert job.run().returncode == 75

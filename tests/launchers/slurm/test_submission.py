@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UserError
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.experiment.plan.planning import make_plan
@@ -34,6 +34,10 @@ _SLURM = "slurm: {partition: low, nodes: 2, time_limit: 1h}\n"
 _ELSEWHERE = Process("n1", "another boot", "pid:[1]", 1, 1)
 _CONFIG = 'echo "MaxArraySize = 1001"'
 _TOO_FEW = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+_POLICY = (
+    "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
 _DENIED = "echo 'allocation failure: Access/permission denied' >&2; exit 1"
 
 
@@ -246,7 +250,7 @@ def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str)
         ("You must give a time limit with --time", "{}", "time_limit", "write one"),
         ("Please specify a walltime", "{}", "time_limit", "write one"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "{}", "time_limit", "write one"),
-        ("Requested time limit is invalid", "{time_limit: 1h}", "time_limit", "write less than"),
+        ("Requested time limit is invalid", "{time_limit: 1h}", "time_limit", "write less"),
         ("Your time limit must be a multiple of 10", "{time_limit: 1h}", "time_limit", "as these words"),
         (
             "Jobs of this partition use whole nodes: all 8 cores with --cpus-per-task",
@@ -273,13 +277,32 @@ def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str)
         ("invalid partition for these users, use --qos=gpu", "{}", "qos", "write one; the file has none"),
         ("use --mem-per-cpu, not --mem", "{mem_gb: 4}", "mem_gb", "slurm.extra.mem-per-cpu"),
         ("--mem is refused, use --mem-per-cpu", "{mem_gb: 4}", "mem_gb", "slurm.extra.mem-per-cpu"),
-        ("QOSMinGRES", "{}", "", "minimum"),
-        ("QOSMinCpuNotSatisfied", "{}", "", "minimum"),
+        ("QOSMinGRES", "{}", "gpus_per_node", "at least the minimum"),
+        ("QOSMinCpuNotSatisfied", "{}", "cpus_per_gpu", "at least the minimum"),
+        # Slurm's sentence about the policy lists causes that need not apply.
+        (f"QOSMaxWallDurationPerJobLimit; {_POLICY}", "{time_limit: 1h}", "time_limit", "request less"),
+        (f"AssocMaxNodePerJobLimit; {_POLICY}", "{}", "nodes", "another slurm.account"),
+        (f"QOSMaxGRESPerUser; {_POLICY}", "{}", "gpus_per_node", "request less"),
+        (f"QOSGrpSubmitJobsLimit; {_POLICY}", "{}", "", "submit fewer at once"),
+        (f"AssocGrpCPUMinutesLimit; {_POLICY}", "{}", "time_limit", "request less"),
+        (f"requested timelimit exceeds max of 24 hours; {_POLICY}", "{time_limit: 2d}", "time_limit", "less"),
+        (_POLICY, "{}", "", "jobs in the queue, their size or their time"),
+        # What the file lacks is named only if the words ask for it.
+        ("The account hpc01 has expired", "{}", "account", "as these words require"),
+        ("the debug QoS allows 1 node", "{}", "qos", "as these words require"),
+        ("Jobs must request GPUs (--gres=gpu:N)", "{}", "gpus_per_node", "as these words require"),
+        ("No partition specified or system default partition", "{}", "partition", "write one"),
+        ("Required partition not available (inactive or drain)", "{}", "partition", "wait until"),
+        ("Job's account not permitted to use this partition", "{}", "account", "AllowAccounts"),
+        ("Memory required by task is not available", "{}", "mem_gb", "write less"),
+        ("Node count specification invalid", "{}", "nodes", "within the limits"),  # too few, or too many
+        ("I/O error writing script/environment to file", "{}", "", "the file is not at fault"),
+        ("Invalid Trackable RESource (TRES) specification", "{}", "gpu_type", "write GPUs"),
     ],
 )
 def test_remedies_fit_the_messages(tmp_path: Path, words: str, section: str, key: str, remedy: str) -> None:
     experiment = loaded(tmp_path, more=f"slurm: {section}\n").experiment
-    text = f"{words}; Batch job submission failed: Unspecified error"
+    text = words if _POLICY in words else f"{words}; Batch job submission failed: Unspecified error"
     found = job_refusals.advice(text, experiment)
     assert (found.key, remedy in found.remedy) == (f"slurm.{key}".rstrip("."), True)
 
@@ -506,6 +529,19 @@ def test_what_was_begun_on_another_cluster_is_left_to_it(
     said = capsys.readouterr().err
     assert (f"submission {made.token}: left to cluster there, where it began" in said) != is_finished
     assert ("release 12" in programs.calls("scontrol")) == is_finished
+
+
+def test_a_release_that_slurm_refuses_can_be_finished_later(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs
+) -> None:
+    denied = 'case "$1" in release) echo "Access/permission denied for job 12" >&2; exit 1;; esac'
+    programs.put("scontrol", f"{denied}; {_CONFIG}")
+    programs.put("squeue", "echo '12|JobHeldUser'")
+    with pytest.raises(UserError, match=r"permission denied for job 12; what is made stays: submit the file"):
+        _enqueue(folder, _runs(tmp_path, folder, "[1]"))
+    programs.put("scontrol", _CONFIG)
+    _finish(folder)
+    assert steps.unfinished(folder) == []
 
 
 @pytest.mark.fault(37)
