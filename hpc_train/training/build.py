@@ -44,7 +44,7 @@ from hpc_train.training.state_digests import PartDigests
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
-from hpc_train.training.tasks.base import Task, make_task, target_spec
+from hpc_train.training.tasks.base import Task, make_task, optional_metrics, target_spec
 from hpc_train.training.train_state import TrainState, build, context
 from hpc_train.training.training_run import Stretch, TrainingRun, bad_sample_count, begin_record, report_start
 from hpc_train.training.verification import Verification
@@ -193,7 +193,8 @@ def _trainer(
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
     forward = _forward(run, train_state, task, progress, observers)
     rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
-    selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
+    paths = rank.paths if rank.is_first else None
+    selection = ModelSelection.of(config, agreement, rows, paths, optional_metrics(task))
     if status is not None:
         status.best = selection.shown_best
     guard = _guard(rank, train_state, start, rule if acts else None, recorder)
