@@ -60,7 +60,7 @@ class ScheduleArguments:
         return self._in_steps(self.number(given, default_epochs))
 
     def _in_steps(self, epochs: float) -> float:
-        """Return epochs as steps, rounded so that 1.1 epochs of 100 steps are 110 and not 110.00000000000001."""
+        """Return epochs as steps, rounded: 1.1 · 100 is 110.00000000000001 in floating point."""
         return round(epochs * self._steps_per_epoch, 6)
 
     def milestones(self) -> list[float]:
