@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ) -> tuple[Model, Any]:
         assert trust_remote_code is False
         seen.append(("weights", name, local_files_only))
-        count = config.num_labels
+        count = config.vocab_size if hasattr(config, "use_cache") else config.num_labels
         mismatched = [("classifier.bias", (2,), (count,)), ("classifier.weight", (2, 4), (count, 4))]
         return Model(config), {"missing_keys": [], "mismatched_keys": mismatched}
 
