@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,12 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.learning_rate import Schedule
-from hpc_train.paths import CheckpointPaths
+from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.registry import importing
 from hpc_train.run.checkpoints import verify
 from hpc_train.run.weight_source import KEY, described, find_source
 from hpc_train.training.activation_checkpointing import checkpoint_activations
-from hpc_train.training.checkpoint.export import plain_weights
+from hpc_train.training.checkpoint.export import plain_weights, uses_ema
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.state import NamedTensors, TrainingState
 from hpc_train.training.compiling import compile_model
@@ -170,15 +171,20 @@ def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
     if source.is_file():
         weights, name = weight_files.read_weights(str(source), KEY)
     else:
-        weights, name = _weights_of_checkpoint(CheckpointPaths(source)), described(source)
+        weights, name = _weights_of_checkpoint(source)
     load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
-def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:
+def _weights_of_checkpoint(folder: Path) -> tuple[StateDict, str]:
+    """Return the weights that ``export`` would write, and their source as text."""
+    checkpoint = CheckpointPaths(folder)
     if problems := verify(checkpoint):
-        raise BadFileError(f"{KEY}: {checkpoint.folder} is damaged: {'; '.join(problems)}; name another run")
-    entries = plain_weights(checkpoint, SavedState.read(checkpoint))
-    return {name: entry.read() for name, entry in entries.items()}
+        raise BadFileError(f"{KEY}: {folder} is damaged: {'; '.join(problems)}; name another run")
+    saved = SavedState.read(checkpoint)
+    ema = uses_ema(RunPaths(folder.parent.parent), saved, None)
+    entries = plain_weights(checkpoint, saved, ema=ema)
+    name = f"the EMA weights of {described(folder)}" if ema else described(folder)
+    return {name: entry.read() for name, entry in entries.items()}, name
 
 
 def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
