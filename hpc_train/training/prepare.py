@@ -38,7 +38,7 @@ from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import try_samples
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.notices import data_notices, unnormalized_images
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
 from hpc_train.training.models.building import build_model
@@ -122,6 +122,10 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
             task = make_task(experiment, source.info)
         batches, bad = _try_data(experiment, source, task)
         facts.bad_samples += [sample for sample in bad if sample not in facts.bad_samples]
+        notice = unnormalized_images(batches[0].inputs, source.info, experiment.data)
+        if notice is not None and notice not in facts.notices:
+            facts.notices.append(notice)
+            say(notice)
         tried = PreparedModel(experiment.model.name, experiment.task, experiment.data.name)
         if (key := (data, model, experiment.task)) not in models:
             models[key] = tried

@@ -18,8 +18,10 @@ from hpc_train.run.bad_samples import all_known
 from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.notices import unnormalized_images
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples, too_many
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
@@ -151,3 +153,15 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
         position.step,
         run.batches.total_steps,
     )
+
+
+def on_first_batch(run: TrainingRun, count_flops: Callable[[Batch], None]) -> Callable[[Batch], None]:
+    """Return a callback for this rank's first micro-batch, on the CPU; rank 0 warns of unfit images."""
+
+    def on_batch(batch: Batch) -> None:
+        count_flops(batch)
+        data = run.rank.experiment.data
+        if run.rank.is_first and (notice := unnormalized_images(batch.inputs, run.source.info, data)):
+            _log.warning("%s", notice)
+
+    return on_batch

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import hpc_train
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.building import build_source
-from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.notices import data_notices, unnormalized_images
+from hpc_train.training.datasets.types import DataInfo
 from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
@@ -196,6 +198,26 @@ def test_a_mask_without_an_image_is_reported(tmp_path: Path) -> None:
     (folder / "train/images/003.png").unlink()
     said = notices(folder, "segmentation_folder", {"num_classes": 2})
     assert "1 masks without an image" in said and "003.png" in said
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keys", "is_reported"),
+    [
+        (torch.rand(2, 1, 4, 4), {"normalize": {"mean": [0.5], "std": [0.5]}}, True),
+        (torch.rand(2, 1, 4, 4), {"transform": "torchvision.transforms:ToTensor"}, True),
+        (torch.rand(2, 1, 4, 4) - 0.5, {"normalize": {"mean": [0.5], "std": [0.5]}}, False),
+        (torch.rand(2, 1, 4, 4), {"normalize": {"mean": [0.0], "std": [1.0]}}, False),
+        (torch.rand(2, 1, 4, 4), {}, False),
+        (torch.ones(2, 1, 4, 4, dtype=torch.uint8), {"normalize": {"mean": [0.5], "std": [0.5]}}, False),
+        (torch.rand(2, 8), {"normalize": {"mean": [0.5], "std": [0.5]}}, False),
+    ],
+)
+def test_floats_that_are_not_normalized_are_reported(
+    inputs: torch.Tensor, keys: dict[str, Any], is_reported: bool
+) -> None:
+    config = DataConfig.model_validate({"name": "digits"} | keys)
+    line = unnormalized_images(inputs, DataInfo(10, 1, (0.5,), (0.5,)), config)
+    assert (line is not None and "which count as normalized" in line) == is_reported
 
 
 def test_pillow_opens_files_in_one_function_only() -> None:

@@ -19,7 +19,8 @@ from hpc_train.errors import listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets import decoding, images
 from hpc_train.training.datasets.base import DataSource, FileSplit
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.normalize import mean_and_std
+from hpc_train.training.datasets.types import DataInfo, Tensors
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
 INSPECTED = 32
@@ -54,6 +55,26 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
     if isinstance(files.train, FileSplit) and more_masks_s:
         inspected.inspect_masks("train", files.train, more_masks_s)
     return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
+
+
+def unnormalized_images(inputs: Tensors, info: DataInfo, data: DataConfig) -> str | None:
+    """Return a line if float images of the training seem to lack the normalization that the file requests.
+
+    ``inputs``: of a batch as the loader returns it. Floats count as normalized, and normalized images have
+    negative values. Other images of the run are normalized: with ``data.transform`` those of the evaluation.
+    """
+    if data.normalize is None and data.transform is None:
+        return None
+    if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4 or not inputs.is_floating_point():
+        return None
+    low, high = (float(value) for value in inputs.aminmax())
+    if not 0 <= low < high or not any(mean > 0 for mean in mean_and_std(info, data)[0]):
+        return None
+    return (
+        f"the training images are floats from {low:g} to {high:g}, which count as normalized: mean and "
+        "standard deviation are applied to uint8 images alone; return uint8, or apply them in data.transform "
+        "or the data set"
+    )
 
 
 class _Inspection:
