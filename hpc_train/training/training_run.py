@@ -26,6 +26,7 @@ from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
 from hpc_train.training.loop import AutoInterval, BadSampleCount
+from hpc_train.training.models.preprocessing import normalized_otherwise
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import DigestFiles, digest_files
@@ -139,9 +140,12 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
     if not rank.is_first:
         return
     if train_state.pretrained is not None and position.step == 0:
-        with suppress(OSError):  # it is in the log, too
-            notice = printable(train_state.pretrained.line())
-            files.write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
+        lines = [train_state.pretrained.line()]
+        if otherwise := normalized_otherwise(rank.experiment, run.source.info):
+            _log.warning("%s", otherwise)
+            lines.append(otherwise)
+        with suppress(OSError):  # they are in the log, too
+            files.write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [*map(printable, lines)]})
     _log.info(
         "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
         rank.experiment.model.name,
