@@ -64,6 +64,6 @@ def normalized_otherwise(experiment: Experiment, info: DataInfo) -> str | None:
     if len(values.mean) != len(info.mean) or all(abs(ours - theirs) <= _TOLERANCE for ours, theirs in pairs):
         return None
     return (
-        f"the weights of {model.name} were trained with mean {values.mean} and std {values.std}, and the images "
+        f"the weights of {model.name} were trained with mean {values.mean} and std {values.std}, and images "
         f"are normalized with {[*info.mean]} and {[*info.std]}; write data.normalize: weights"
     )
