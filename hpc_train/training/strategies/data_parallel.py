@@ -165,5 +165,5 @@ def refuse_renormalized(model: nn.Module, context: RankContext) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise BadFileError(
                 f"model.name: {name} has max_norm, by which a forward changes the weights, on each rank "
-                "those of its own samples; omit it and rescale the embeddings in the forward, or start one rank"
+                "those of its own samples; omit it and rescale them in the forward, or start one rank"
             )
