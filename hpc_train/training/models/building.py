@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -83,7 +83,7 @@ def _refuse_aliases(model: nn.Module) -> None:
 
     A move to a GPU or a shard would separate them, and EMA and checkpoints copy them one after the other.
     """
-    names: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    names: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or value.device.type == "meta" or value.numel() == 0:
             continue
