@@ -21,8 +21,12 @@ BEST = "best"
 EMA_METRIC = "ema_"
 #: Default metrics: the first one that an evaluation or a run has. Evaluations of detectors have no loss.
 PREFERRED = ("accuracy", "map", "loss")
-#: Metrics for which lower is better; for all others higher is.
-_LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
+#: Metrics for which lower is better, such as ``step_s`` and ``val/loss``; for all others, such as
+#: ``samples_per_s``, higher is.
+_LESS_IS_BETTER = re.compile(
+    r"(^|[_/.-])(loss|error|err|perplexity|ppl|mse|rmse|mae|mape|nll|bpb|bits_per_byte|cross_entropy|wer|cer"
+    r"|fid|memory|time)($|[_/.-])|(?<!per)_s($|[_/.-])"
+)
 
 
 @dataclass(frozen=True)

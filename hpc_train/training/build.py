@@ -44,9 +44,16 @@ from hpc_train.training.state_digests import PartDigests
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
-from hpc_train.training.tasks.base import Task, make_task, target_spec
+from hpc_train.training.tasks.base import Task, make_task, optional_metrics, target_spec
 from hpc_train.training.train_state import TrainState, build, context
-from hpc_train.training.training_run import Stretch, TrainingRun, bad_sample_count, begin_record, report_start
+from hpc_train.training.training_run import (
+    Stretch,
+    TrainingRun,
+    bad_sample_count,
+    begin_record,
+    on_first_batch,
+    report_start,
+)
 from hpc_train.training.verification import Verification
 
 _log = logging.getLogger(__name__)
@@ -157,13 +164,12 @@ def _go_back(run: TrainingRun, start: Position, back: non_finite.RollbackError) 
 
 
 def _checkpointer(run: TrainingRun, train_state: TrainState) -> Checkpointer:
-    rank = run.rank
+    rank, place = run.rank, (run.rank.facts.rank, run.rank.facts.world_size)
     return Checkpointer(
         run.paths,
         rank.attempt if run.stretch is None else checkpoints.newest_attempt(run.paths),
         train_state.strategy,
-        rank.facts.rank,
-        rank.facts.world_size,
+        *place,
         rank.group.control,
         keep=rank.experiment.checkpoint.keep,
         keep_every=rank.experiment.checkpoint.keep_every,
@@ -189,16 +195,16 @@ def _trainer(
         observers.insert(0, verification)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(compiling.watched(config.compile, _on_compilation(rank, status)))
-    count_flops = _count_flops(run, train_state, task, start.position.step, stack)
+    on_batch = on_first_batch(run, _count_flops(run, train_state, task, start.position.step, stack))
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
     forward = _forward(run, train_state, task, progress, observers)
     rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
-    selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
+    paths = rank.paths if rank.is_first else None
+    selection = ModelSelection.of(config, agreement, rows, paths, optional_metrics(task))
     if status is not None:
         status.best = selection.shown_best
     guard = _guard(rank, train_state, start, rule if acts else None, recorder)
-    if not (run.interval or run.stretch):
-        run.interval = AutoInterval.of(rank)
+    run.interval = run.interval or (None if run.stretch else AutoInterval.of(rank))
     return Trainer(
         state=train_state,
         forward=forward,
@@ -222,7 +228,7 @@ def _trainer(
         agreement=agreement,
         progress=rank.progress,
         step_progress=progress,
-        first_step=FirstStep(meters.times, compilation, config.compile, count_flops, rank.has_stepped),
+        first_step=FirstStep(meters.times, compilation, config.compile, on_batch, rank.has_stepped),
         bad_samples=bad_sample_count(run, agreement),
         on_event=rank.note,
         status=status,

@@ -12,7 +12,7 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run.best import BEST, BestSoFar, default_metric, goal_of
+from hpc_train.run.best import BEST, EMA_METRIC, BestSoFar, default_metric, goal_of
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.early_stopping import MedianRule, stop_reason
 from hpc_train.run.file_shapes import encoded
@@ -51,10 +51,11 @@ class ModelSelection:
         agreement: Agreement,
         rows: Iterable[Row],
         paths: RunPaths | None = None,
+        optional: Iterable[str] = (),
     ) -> ModelSelection:
         """Return the state after ``rows``, the rows of all evaluations up to the current step.
 
-        Collective. Ranks other than 0 pass no rows and no ``paths``.
+        Collective. Ranks other than 0 pass no rows and no ``paths``. ``optional``: as in ``evaluated``.
         """
         best, stopping = config.checkpoint.best, config.early_stopping
         selection, step = cls(config, agreement), 0
@@ -72,8 +73,11 @@ class ModelSelection:
                 selection._show(step, {name: row[name] for name in row if name not in POSITION})
             if selection.best is not None and (saved is None or step in saved):
                 selection.best.add_row(row)
-            if selection.stopping is not None:
-                selection.stopping.add_row(row)
+            # As ``evaluated`` counted it; other rows without the metric are of an earlier task.
+            if (followed := selection.stopping) is not None and (
+                followed.metric in row or followed.metric.removeprefix(EMA_METRIC) in optional
+            ):
+                followed.add(step, row.get(followed.metric))
         selection.has_stopped = bool(selection._agreed(selection._stops(step) * _STOPPED))
         return selection
 

@@ -42,7 +42,7 @@ from hpc_train.training.datasets.notices import batch_notices, data_notices
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.preprocessing import with_preprocessing
+from hpc_train.training.models.preprocessing import normalized_otherwise, with_preprocessing
 from hpc_train.training.optimization import make_schedule
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, assemble, load_initial_weights
@@ -122,8 +122,9 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
             task = make_task(experiment, source.info)
         batches, bad = _try_data(experiment, source, task)
         facts.bad_samples += [sample for sample in bad if sample not in facts.bad_samples]
-        for notice in batch_notices(batches, experiment.data):
-            if notice not in facts.notices:
+        unnormalized = batch_notices(batches, source.info, experiment.data)
+        for notice in (*unnormalized, normalized_otherwise(experiment, source.info)):
+            if notice is not None and notice not in facts.notices:
                 facts.notices.append(notice)
                 say(notice)
         tried = PreparedModel(experiment.model.name, experiment.task, experiment.data.name)

@@ -24,12 +24,12 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.learning_rate import Schedule
-from hpc_train.paths import CheckpointPaths
+from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.registry import importing
 from hpc_train.run.checkpoints import verify
 from hpc_train.run.weight_source import KEY, described, find_source
 from hpc_train.training.activation_checkpointing import checkpoint_activations
-from hpc_train.training.checkpoint.export import plain_weights
+from hpc_train.training.checkpoint.export import plain_weights, uses_ema
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.state import NamedTensors, TrainingState
 from hpc_train.training.compiling import compile_model
@@ -172,23 +172,28 @@ def load_initial_weights(model: nn.Module, config: ModelConfig, class_names: Seq
     if source.is_file():
         weights, name = weight_files.read_weights(str(source), KEY)
     else:
-        weights, note = _weights_of_checkpoint(CheckpointPaths(source), class_names)
-        name = weight_files.with_notes(described(source), [note])
+        weights, name = _weights_of_checkpoint(CheckpointPaths(source), class_names)
     load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
 def _weights_of_checkpoint(checkpoint: CheckpointPaths, class_names: Sequence[str]) -> tuple[StateDict, str]:
-    """Return the weights, and a note if their head is for as many classes, but not for ``class_names``."""
+    """Return the weights that ``export`` would write, and their source as text.
+
+    It has a note if their head is for as many classes, but not for ``class_names``.
+    """
     if problems := verify(checkpoint):
         raise BadFileError(f"{KEY}: {checkpoint.folder} is damaged: {'; '.join(problems)}; name another run")
     saved = SavedState.read(checkpoint)
-    weights = {name: entry.read() for name, entry in plain_weights(checkpoint, saved).items()}
+    ema = uses_ema(RunPaths(checkpoint.folder.parent.parent), saved, None)
+    weights = {name: entry.read() for name, entry in plain_weights(checkpoint, saved, ema=ema).items()}
+    name = f"the EMA weights of {described(checkpoint.folder)}" if ema else described(checkpoint.folder)
     info = (saved.extra.get("data") or {}).get("info")
     theirs = list(info.get("class_names") or ()) if isinstance(info, dict) else []
     differing = [pair for pair in zip(theirs, class_names, strict=False) if pair[0] != pair[1]]
     if len(theirs) != len(class_names) or not differing:
-        return weights, ""
-    return weights, "with the head's output for {!a:.40} now that for {!a:.40}".format(*differing[0])
+        return weights, name
+    note = "with the head's output for {!a:.40} now that for {!a:.40}".format(*differing[0])
+    return weights, weight_files.with_notes(name, [note])
 
 
 def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:

@@ -18,12 +18,15 @@ from hpc_train.run.bad_samples import all_known
 from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.notices import batch_notices
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples, too_many
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
 from hpc_train.training.loop import AutoInterval, BadSampleCount
+from hpc_train.training.models.preprocessing import normalized_otherwise
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import DigestFiles, digest_files
@@ -137,9 +140,12 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
     if not rank.is_first:
         return
     if train_state.pretrained is not None and position.step == 0:
-        with suppress(OSError):  # it is in the log, too
-            notice = printable(train_state.pretrained.line())
-            files.write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
+        lines = [train_state.pretrained.line()]
+        if otherwise := normalized_otherwise(rank.experiment, run.source.info):
+            _log.warning("%s", otherwise)
+            lines.append(otherwise)
+        with suppress(OSError):  # they are in the log, too
+            files.write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [*map(printable, lines)]})
     _log.info(
         "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
         rank.experiment.model.name,
@@ -151,3 +157,15 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
         position.step,
         run.batches.total_steps,
     )
+
+
+def on_first_batch(run: TrainingRun, count_flops: Callable[[Batch], None]) -> Callable[[Batch], None]:
+    """Return a callback for this rank's first micro-batch, on the CPU; rank 0 warns of unfit images."""
+
+    def on_batch(batch: Batch) -> None:
+        count_flops(batch)
+        if run.rank.is_first:
+            for notice in batch_notices([batch], run.source.info, run.rank.experiment.data):
+                _log.warning("%s", notice)
+
+    return on_batch

@@ -18,6 +18,7 @@ import hpc_train
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.notices import batch_notices, data_notices
+from hpc_train.training.datasets.types import DataInfo
 from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
@@ -172,6 +173,9 @@ def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
     assert "the folders test in" in said
 
 
+HALF = {"mean": [0.5] * 3, "std": [0.5] * 3}
+
+
 @pytest.mark.parametrize(
     ("train", "val", "keys", "words"),
     [
@@ -201,6 +205,22 @@ def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
             "bytes from 0 to 1, and bytes are divided by 255",
         ),
         (torch.full((2, 3, 4, 4), 2, dtype=torch.uint8), None, {}, None),
+        (
+            torch.rand(2, 3, 4, 4),
+            None,
+            {"normalize": HALF},
+            "deviation are applied to bytes only",
+        ),
+        (
+            torch.rand(2, 3, 4, 4),
+            None,
+            {"transform": "torchvision.transforms:ToTensor"},
+            "applied to bytes only",
+        ),
+        (torch.rand(2, 3, 4, 4) - 0.5, None, {"normalize": HALF}, None),
+        (torch.rand(2, 3, 4, 4), None, {"normalize": {"mean": [0.0] * 3, "std": [1.0] * 3}}, None),
+        (torch.rand(2, 3, 4, 4), None, {}, None),
+        (torch.rand(2, 8), None, {"normalize": HALF}, None),
         (torch.full((2, 300), 255.0), None, {}, None),
         ({"a": torch.full((2, 3, 4, 4), 255.0)}, None, {}, None),
     ],
@@ -209,7 +229,8 @@ def test_values_in_another_range_are_reported(
     train: Any, val: Any, keys: dict[str, Any], words: str | None
 ) -> None:
     batches: Any = [SimpleNamespace(inputs=inputs) for inputs in (train, val) if inputs is not None]
-    lines = list(batch_notices(batches, DataConfig(name="digits", **keys)))
+    info = DataInfo(10, 3, (0.5,) * 3, (0.5,) * 3)
+    lines = list(batch_notices(batches, info, DataConfig.model_validate({"name": "digits"} | keys)))
     assert len(lines) == (words is not None)
     assert words is None or words in lines[0]
 

@@ -114,6 +114,12 @@ def test_a_model_without_values_is_refused(factory: str, words: str, pretrained:
         build(f"tests.models.factories:{factory}", pretrained=pretrained)
 
 
+def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
+    """EMA would exchange both, and leave the average in the model."""
+    with pytest.raises(BadFileError, match=r"0.weight and 1.weight are two tensors .* 1.weight = 0.weight$"):
+        build("tests.models.factories:aliased")
+
+
 def test_a_model_that_is_wanted_on_meta_may_be_there() -> None:
     with torch.device("meta"):
         assert next(build("tests.models.factories:on_meta").parameters()).is_meta

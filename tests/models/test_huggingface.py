@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ) -> tuple[Model, Any]:
         assert trust_remote_code is False
         seen.append(("weights", name, local_files_only))
-        mismatched = [("classifier.bias", (2,), (10,)), ("classifier.weight", (2, 4), (10, 4))]
+        count = config.vocab_size if hasattr(config, "use_cache") else config.num_labels
+        mismatched = [("classifier.bias", (2,), (count,)), ("classifier.weight", (2, 4), (count, 4))]
         return Model(config), {"missing_keys": [], "mismatched_keys": mismatched}
 
     def of_settings(config: Settings, *, trust_remote_code: bool) -> Model:
@@ -134,6 +136,34 @@ def test_a_folders_weights_are_loaded(tmp_path: Path) -> None:
     model = build(name, pretrained=True).eval()
     images = torch.randn(2, 1, 16, 16)
     assert torch.equal(model(images), expected.eval()(images).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "channels", "cause"),
+    [
+        (
+            {"image_size": 32},
+            1,
+            "its position embeddings are of another image .* another shape vit.embed",
+        ),
+        ({}, 3, r"another number of input channels; .*\(16, 1, 8, 8\) instead of \(16, 3, 8, 8\)"),
+        ({"intermediate_size": 64}, 1, "common tensors have another size"),
+    ],
+)
+def test_weights_of_other_shapes_do_not_become_random(
+    tmp_path: Path, args: dict[str, Any], channels: int, cause: str
+) -> None:
+    info = replace(INFO, channels=channels)
+    with pytest.raises(BadFileError, match=rf"^model\.pretrained: hf/.* does not fit the model: .*{cause}"):
+        build(vit(tmp_path), info, pretrained=True, args=args)
+
+
+def test_a_larger_vocabulary_does_not_become_random(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadFileError, match="it is for another number of tokens or classes"):
+        build(info=TOKENS, pretrained=True)
 
 
 def refusal(folder: Path, *, pretrained: bool = False, **settings: Any) -> str:

@@ -10,7 +10,8 @@ import torch
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.images import centre_square
-from hpc_train.training.models.preprocessing import with_preprocessing
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.preprocessing import normalized_otherwise, with_preprocessing
 from tests.datasets.samples import experiment, random_images
 
 
@@ -49,6 +50,27 @@ def test_segmentation_and_detection_keep_the_files_image_size(model: str, mean: 
     assert data.normalize is not None
     assert (data.normalize.mean[0], data.normalize.std[0]) == (mean, std)
     assert (data.interpolation, data.eval_crop) == ("bicubic", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "is_reported"),
+    [
+        ("timm/vit_base_patch16_224", {}, True),
+        ("timm/vit_base_patch16_224", {"normalize": {"mean": [0.5] * 3, "std": [0.5] * 3}}, False),
+        ("timm/resnet18", {}, False),
+        ("timm/no_such", {}, False),
+        ("own:model", {}, False),
+    ],
+)
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_weights_that_expect_another_normalization_are_reported(
+    model: str, keys: dict[str, Any], is_reported: bool, pretrained: bool
+) -> None:
+    given = experiment(**keys)
+    section = given.model.model_copy(update={"name": model, "pretrained": pretrained})
+    info = DataInfo(10, 3, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
+    line = normalized_otherwise(given.model_copy(update={"model": section}), info)
+    assert (line is not None and "write data.normalize: weights" in line) == (is_reported and pretrained)
 
 
 def test_an_eval_crop_of_the_file_is_kept() -> None:

@@ -112,6 +112,11 @@ def test_rows_longer_than_a_block_or_across_blocks(tmp_path: Path, *, ends_with_
         ("map_50", "max"),
         ("iou_time", "max"),
         ("ema_iou_error", "max"),
+        ("val/loss", "min"),
+        ("token.wer", "min"),
+        ("step_s", "min"),
+        ("samples_per_s", "max"),
+        ("images/s", "max"),
     ],
 )
 def test_less_of_a_loss_or_an_error_is_better(name: str, goal: str) -> None:

@@ -303,6 +303,14 @@ def test_complex_tensors_that_are_saved_are_refused() -> None:
         place(0, 1, "ddp", model)
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
+def test_weights_that_each_rank_would_change_in_its_forward_are_refused(name: str) -> None:
+    """An embedding with ``max_norm`` rescales the rows that a rank's own samples look up."""
+    model = make_model().append(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(BadFileError, match=r"^model\.name: 4 has max_norm, by which a forward changes the w"):
+        place(0, 2, name, model)
+
+
 @pytest.mark.parametrize("where", ["two blocks", "a block and the rest"])
 @pytest.mark.parametrize("name", ["fsdp", "zero2"])
 def test_a_parameter_of_two_groups_is_refused(name: str, where: str) -> None:

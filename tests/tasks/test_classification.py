@@ -158,3 +158,10 @@ def test_top5_of_five_classes_can_not_be_followed(section: dict[str, Any]) -> No
     with pytest.raises(BadFileError, match=rf"^{key}.*metric: accuracy_top5 needs more than 5 classes"):
         Classification(file, DataInfo(5, 3, (0.5,) * 3, (0.5,) * 3))
     Classification(file, DataInfo(6, 3, (0.5,) * 3, (0.5,) * 3))
+
+
+def test_a_prediction_of_an_output_without_a_class_is_its_number() -> None:
+    info = DataInfo(2, 3, (0.5,) * 3, (0.5,) * 3, class_names=("cat", "dog"))
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    (found,) = Classification(experiment(), info).predictions(logits, batch(logits, torch.tensor([1])))
+    assert [entry["class"] for entry in found["top"]] == [2, "dog", "cat"]

@@ -74,6 +74,18 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     assert metrics["loss"] == pytest.approx(expected.item())
 
 
+def test_a_prediction_of_a_channel_without_a_class_is_wrong() -> None:
+    logits, masks = outputs(8, num_classes=6)
+    masks[masks != IGNORED] %= 4
+    sums = task().sums(logits, batch(masks))
+    labelled = masks != IGNORED
+    assert sums["confusion"].shape == (6, 6) and sums["confusion"].sum() == sums["count"] == labelled.sum()
+    metrics = task().metrics({name: each.item() if each.dim() == 0 else each for name, each in sums.items()})
+    assert metrics["accuracy"] == pytest.approx((logits.argmax(1) == masks)[labelled].double().mean().item())
+    assert metrics["iou_5"] == 0.0
+    assert task().files(sums)["confusion.csv"].startswith(b"class,0,1,2,3,4,5\n")
+
+
 def test_padding_counts_nowhere_even_as_nan() -> None:
     logits, masks = outputs(4)
     alone = task().sums(logits[:2], batch(masks[:2]))

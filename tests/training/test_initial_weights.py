@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,17 @@ def build(classes: int = 10, **keys: object) -> nn.Module:
     return model
 
 
-def test_a_checkpoints_weights_are_those_that_export_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_of_ema", [False, True])
+def test_a_checkpoints_weights_are_those_that_export_writes(tmp_path: Path, is_of_ema: bool) -> None:
     run = make_run(tmp_path / "run")
     run.run.write_text('{"id": "0123456789"}')
     trainee = Trainee()
     trainee.train(1)
-    trainee.checkpointer(run).save(trainee.state, 1, {})
+    tensors = dict(trainee.model.state_dict())
+    del tensors["tied_b.weight"]
+    averages = {name: value * 2 if value.is_floating_point() else value for name, value in tensors.items()}
+    best = {"best": {"metric": "ema_loss", "value": 0.5, "step": 1}} if is_of_ema else {}
+    trainee.checkpointer(run).save(replace(trainee.state, averages=averages), 1, best)
     export(run, tmp_path / "w.safetensors")
     torch.manual_seed(9)
     model = OddModel()
@@ -42,7 +48,8 @@ def test_a_checkpoints_weights_are_those_that_export_writes(tmp_path: Path) -> N
     found, expected = model.state_dict(), load_file(tmp_path / "w.safetensors")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     report = report_of(model)
-    assert report is not None and (report.source, report.missing) == ("run run at step 1", ())
+    source = "the EMA weights of run run at step 1" if is_of_ema else "run run at step 1"
+    assert report is not None and (report.source, report.missing) == (source, ())
     facts = {"num_samples": 9, "classes": "x", "info": {"class_names": ["a", "b", "c"]}}
     trainee.checkpointer(run).save(trainee.state, 2, {"data": facts})
     config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(2).folder))

@@ -209,6 +209,10 @@ def test_a_metric_that_only_some_evaluations_have_is_no_improvement() -> None:
     assert not selection.saves(1) and not selection.has_stopped
     selection.evaluated(2, {"loss": 1.0, "accuracy": 0.5}, ["accuracy"])
     assert selection.saves(2)
+    selection.evaluated(3, {"loss": 1.0}, ["accuracy"])
+    rows = [{"step": step, "loss": 1.0} | ({"accuracy": 0.5} if step == 2 else {}) for step in (1, 2, 3)]
+    resumed = ModelSelection.of(selection.config, alone(), rows, optional=["accuracy"])
+    assert resumed.stopping == selection.stopping
     with pytest.raises(BadFileError, match=r"^checkpoint\.best\.metric: accuracy is not a metric"):
         selection.evaluated(3, {"loss": 1.0}, ["iou_cat"])
 

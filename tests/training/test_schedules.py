@@ -90,6 +90,13 @@ def test_warm_up_in_epochs_may_be_a_part_of_one() -> None:
     assert factors(name="constant", warmup_epochs=0.4)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
 
 
+def test_a_part_of_an_epoch_ends_at_its_step() -> None:
+    """1.1 · 100 is 110.00000000000001 in floating point."""
+    for keys in (of("step", every_epochs=1.1), of("multistep", milestones_epochs=[1.1])):
+        schedule = make_schedule(ScheduleConfig(**keys), 300, 100)
+        assert (schedule(109), schedule(110)) == pytest.approx((1.0, 0.1))
+
+
 @given(
     name=st.sampled_from(["constant", "cosine", "linear", "poly"]),
     total=st.integers(2, 500),

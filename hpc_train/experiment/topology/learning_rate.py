@@ -57,7 +57,11 @@ class ScheduleArguments:
         given = self._one_of(name, needed=default_epochs is None)
         if given.endswith("_steps"):
             return self.number(given)
-        return self.number(given, default_epochs) * self._steps_per_epoch
+        return self._in_steps(self.number(given, default_epochs))
+
+    def _in_steps(self, epochs: float) -> float:
+        """Return epochs as steps, rounded: 1.1 · 100 is 110.00000000000001 in floating point."""
+        return round(epochs * self._steps_per_epoch, 6)
 
     def milestones(self) -> list[float]:
         """Return ``milestones_steps`` or ``milestones_epochs`` in steps, in order."""
@@ -65,7 +69,7 @@ class ScheduleArguments:
         values = self._config.args[name]
         if not isinstance(values, list) or not all(type(v) in (int, float) and v > 0 for v in values):
             raise _wrong(name, f"needs a list of numbers above 0, got {shown(values)}")
-        return sorted(v * (1 if name.endswith("_steps") else self._steps_per_epoch) for v in values)
+        return sorted(values if name.endswith("_steps") else map(self._in_steps, values))
 
     def refuse_unused(self) -> None:
         """Raise for the first name that the schedule did not read."""

@@ -22,6 +22,7 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import expanded
 from hpc_train.training.datasets import decoding, images
 from hpc_train.training.datasets.base import DataSource, FileSplit
+from hpc_train.training.datasets.normalize import mean_and_std
 from hpc_train.training.datasets.types import Batch, DataInfo
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
@@ -70,30 +71,37 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
     return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
 
 
-def batch_notices(batches: Sequence[Batch], data: DataConfig) -> Iterator[str]:
+def batch_notices(batches: Sequence[Batch], info: DataInfo, data: DataConfig) -> Iterator[str]:
     """Yield lines on images whose values can't be in the range that they count as.
 
-    ``batches``: of training and, if there are any, of validation samples.
+    Floats count as normalized, and normalized images have negative values. ``batches``: as the loader returns
+    them, of training and, if there are any, of validation samples.
     """
     train, *others = (batch.inputs for batch in batches)
     if not isinstance(train, torch.Tensor) or train.dim() != 4 or train.numel() == 0:
         return
     low, high = (float(value) for value in train.aminmax())
+    requested = data.normalize is not None or data.transform is not None
     if not train.is_floating_point():
         if train.dtype == torch.uint8 and high <= 1:
             yield f"data: images are bytes from 0 to {high:g}, and bytes are divided by 255; return 0 to 255"
-    elif others and isinstance(others[0], torch.Tensor) and others[0].dtype == torch.uint8:
-        if data.normalize is None:
-            key = "data" if data.transform is None else "data.transform"
-            yield (
-                f"{key}: training images are floats of {low:.3g} to {high:.3g}, which count as normalized, "
-                "and validation images are normalized by the mean and standard deviation of the data set; "
-                "write those of the training images as data.normalize"
-            )
     elif high > _MAX_NORMALIZED:
         yield (
             f"data: images are floats of {low:.3g} to {high:.3g}, and floats count as normalized; return "
             "bytes, or (x - mean) / std"
+        )
+    elif requested and 0 <= low < high and any(mean > 0 for mean in mean_and_std(info, data)[0]):
+        yield (
+            f"data: training images are floats of {low:.3g} to {high:.3g}, which count as normalized: mean "
+            "and standard deviation are applied to bytes only; return bytes, or apply them in data.transform "
+            "or the data set"
+        )
+    elif data.normalize is None and any(getattr(each, "dtype", None) == torch.uint8 for each in others):
+        key = "data" if data.transform is None else "data.transform"
+        yield (
+            f"{key}: training images are floats of {low:.3g} to {high:.3g}, which count as normalized, "
+            "and validation images are normalized by the mean and standard deviation of the data set; "
+            "write those of the training images as data.normalize"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ def _plain(model: object, config: ModelConfig) -> nn.Module:
             f"model.name: {config.name} made a {type(model).__name__}; it must return an nn.Module"
         )
     _refuse_without_values(model, config)
+    _refuse_aliases(model)
     if any(tensor.device.type not in ("cpu", "meta") for tensor in model.parameters()):
         model.cpu()
     if any(tensor.is_floating_point() and tensor.dtype != torch.float32 for tensor in model.parameters()):
@@ -75,6 +76,24 @@ def _refuse_without_values(model: nn.Module, config: ModelConfig) -> None:
             f"model.name: {config.name} made {name} on the meta device, which has no values; make it on the "
             'CPU, or call to_empty(device="cpu") and set the values in the factory'
         )
+
+
+def _refuse_aliases(model: nn.Module) -> None:
+    """Raise BadFileError if two tensors of the state are in the same memory.
+
+    A move to a GPU or a shard would separate them, and EMA and checkpoints copy them one after the other.
+    """
+    names: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or value.device.type == "meta" or value.numel() == 0:
+            continue
+        place = value.untyped_storage()._cdata, value.storage_offset()  # fake tensors have no data_ptr
+        first, other = names.setdefault(place, (name, value))
+        if other is not value:
+            raise BadFileError(
+                f"model.name: {first} and {name} are two tensors in the same memory, which ends when the "
+                f"model is moved to a GPU; share the parameter itself, without .data: {name} = {first}"
+            )
 
 
 def build_by_factory(config: ModelConfig, info: DataInfo) -> nn.Module:

@@ -8,10 +8,12 @@ repository (``auto_map``) nor a kernel of the hub that its configuration names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 
@@ -20,7 +22,7 @@ from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.data_facts.root_layout import why_not_read
 from hpc_train.registry import importing
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.weights import hub_report, keep_report, load_weights
+from hpc_train.training.models.weights import hub_report, keep_report, load_weights, misfit
 
 #: Passed to every call that accepts it: by default transformers prompts on stdin before it runs the code.
 _TRUST = False
@@ -48,6 +50,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+            _refuse_other_shapes(rest, loaded["mismatched_keys"], settings, info)
             random = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
             keep_report(model, hub_report(model, f"hf/{rest}", random))
         else:
@@ -106,6 +109,25 @@ def _refuse_pointers(rest: str) -> None:
     for path in sorted((*Path(rest).glob("*.safetensors"), *Path(rest).glob("*.bin"))):
         if (why := why_not_read(path)) is not None:
             raise BadFileError(f"model.name: {path} {why}; put the weights themselves there")
+
+
+def _refuse_other_shapes(rest: str, mismatched: Iterable[Any], settings: Any, info: DataInfo) -> None:
+    """Raise BadFileError if tensors other than a classifier's head have other shapes in the weights.
+
+    transformers leaves them random. ``mismatched``: name, shape in the weights, and in the model.
+    """
+    others = {
+        name: (torch.empty(tuple(loaded), device="meta"), torch.empty(tuple(expected), device="meta"))
+        for name, loaded, expected in mismatched
+        if info.sequence_length is not None or tuple(expected) != (settings.num_labels, *loaded[1:])
+    }
+    if others:
+        loaded, expected = ({name: pair[place] for name, pair in others.items()} for place in (0, 1))
+        raise misfit(
+            f"model.pretrained: hf/{rest}", loaded, expected, shapes=others,
+            remedy="use data with the channels, image size and tokenizer of those weights, and the sizes in "
+            "their config.json, or write pretrained: false",
+        )  # fmt: skip
 
 
 def _refuse_own_code(rest: str, error: Exception) -> None:

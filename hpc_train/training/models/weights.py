@@ -109,7 +109,7 @@ def load_weights(model: nn.Module, path: str, *, convert: Converter = unchanged)
     unknown = matched.keys() - expected.keys()
     if absent or unknown or shapes:
         can_start = not shapes and absent != expected.keys()
-        raise _mismatch(
+        raise misfit(
             f"{_KEY}: {source}", matched, expected, absent=absent, unknown=unknown, shapes=shapes,
             remedy=f"give the weights of the same model.name and model.args{_OR_INIT_FROM * can_start}",
         )  # fmt: skip
@@ -129,7 +129,7 @@ def load_what_fits(model: nn.Module, weights: StateDict, source: str, convert: C
     fitting = {name: loaded[name] for name in loaded.keys() & expected.keys() - misfits}
     unfit, unknown = misfits - head_keys(model), loaded.keys() - expected.keys()
     if unfit or not fitting:
-        raise _mismatch(
+        raise misfit(
             f"{key}: {source}", loaded, expected, shapes=unfit, unknown=() if fitting else unknown,
             absent=() if fitting else expected.keys() - loaded.keys(),
             remedy="write the model.name and model.args of those weights",
@@ -194,13 +194,13 @@ def _other_classes(loaded: Tensor, expected: Tensor) -> bool:
     return loaded.shape[1:] == expected.shape[1:] and loaded.shape[:1] != expected.shape[:1]
 
 
-def _mismatch(
+def misfit(
     start: str,
     loaded: StateDict,
     expected: Mapping[str, Tensor],
     *,
-    absent: Iterable[str],
-    unknown: Iterable[str],
+    absent: Iterable[str] = (),
+    unknown: Iterable[str] = (),
     shapes: Iterable[str],
     remedy: str,
 ) -> BadFileError:
@@ -296,6 +296,8 @@ def mismatch_cause(
         return "its position embeddings are of another image or patch size"
     if shapes and all(_differs_in_channels(loaded[name], expected[name]) for name in shapes):
         return "it is for another number of input channels"
+    if shapes and all(_other_classes(loaded[name], expected[name]) for name in shapes):
+        return "it is for another number of tokens or classes"
     if shapes:
         return f"{len(shapes)} of {len(common)} common tensors have another size: another variant of it"
     if missing and all("running_" in name for name in missing):

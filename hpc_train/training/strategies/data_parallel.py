@@ -36,6 +36,7 @@ class DataParallel(ABC):
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Move the model to this rank's device, then ``wrap`` it. Raises BadFileError for complex tensors."""
         refuse_complex(model)
+        refuse_renormalized(model, self.context)
         move(model, self.context)
         if self.context.channels_last:
             model.to(memory_format=torch.channels_last)
@@ -153,3 +154,16 @@ def refuse_complex(model: nn.Module) -> None:
             f"model.name: {bad} is complex, which no checkpoint can hold; keep torch.view_as_real of it, "
             "or register a constant as a buffer with persistent=False"
         )
+
+
+def refuse_renormalized(model: nn.Module, context: RankContext) -> None:
+    """Raise BadFileError if a forward would change weights (``max_norm``) and ranks run different batches.
+
+    Each rank would rescale the rows of its own micro-batches, so that the ranks' weights differ.
+    """
+    for name, module in model.named_modules() if context.degrees.data_ranks > 1 else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise BadFileError(
+                f"model.name: {name} has max_norm, by which a forward changes the weights, on each rank "
+                "those of its own samples; omit it and rescale them in the forward, or start one rank"
+            )

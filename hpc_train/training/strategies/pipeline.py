@@ -35,7 +35,7 @@ from hpc_train.training.models.splitting import Stage, split_model
 from hpc_train.training.strategies.base import Forward, Piece, RankContext
 from hpc_train.training.strategies.batchnorm import RunningStatistics
 from hpc_train.training.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
-from hpc_train.training.strategies.data_parallel import move, refuse_complex
+from hpc_train.training.strategies.data_parallel import move, refuse_complex, refuse_renormalized
 from hpc_train.training.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
 from hpc_train.training.strategies.pieces import clip_over_ranks, data_mesh, made_once, mesh_of, part_of
 from hpc_train.training.strategies.stages import (
@@ -79,6 +79,7 @@ class PipelineStrategy(FullySharded):
         """Keep this rank's stages of ``model`` and free the tensors of all others. Collective."""
         # Before the split, so that all ranks raise the same error.
         refuse_complex(model)
+        refuse_renormalized(model, self.context)
         refuse_unshardable(model, blocks, self.context.precision, self.name)
         if model._compiled_call_impl is not None:
             raise compiled_whole(self.name).as_error()

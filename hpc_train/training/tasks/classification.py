@@ -139,7 +139,8 @@ class Classification(Task):
         return {"labels": labels, "probabilities": probabilities}
 
     def _class_name(self, number: int) -> str | int:
-        return self._class_names[number] if len(self._class_names) == self._num_classes else number
+        has_name = len(self._class_names) == self._num_classes and number < self._num_classes
+        return self._class_names[number] if has_name else number
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
         """Return means over the validation data."""

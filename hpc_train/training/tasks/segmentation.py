@@ -94,19 +94,22 @@ class Segmentation(Task):
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return ``count`` (of labelled pixels), the sum ``loss`` of their cross entropy without smoothing,
         and ``confusion``, (C, C) int64: pixels by class and prediction.
+
+        C is the model's number of channels, which may be more than the data's number of classes.
         """
         out, *_ = self._logits(outputs)
         logits, (classes, labelled) = _resized(out, batch.targets), self._classes(batch.targets)
         labelled = labelled & batch.valid[:, None, None]
         losses = pixel_losses(logits, classes, labelled)
-        cells = self._num_classes * self._num_classes
+        channels = logits.shape[1]
+        cells = channels * channels
         # Ignored pixels are counted in an additional cell at the end.
-        cells_P = torch.where(labelled, classes * self._num_classes + logits.argmax(dim=1), cells).flatten()
+        cells_P = torch.where(labelled, classes * channels + logits.argmax(dim=1), cells).flatten()
         counts = torch.bincount(cells_P, minlength=cells + 1)  # (class, prediction) → pixels
         return {
             "count": labelled.sum(dtype=torch.float64),
             "loss": losses.sum(dtype=torch.float64),
-            "confusion": counts[:cells].view(self._num_classes, self._num_classes),
+            "confusion": counts[:cells].view(channels, channels),
         }
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
@@ -124,12 +127,17 @@ class Segmentation(Task):
             "accuracy": float(hits_C.sum()) / count,
             "miou": float(ious_C[occurs_C].mean()) if bool(occurs_C.any()) else 0.0,
         }
-        named = zip(self._class_names, ious_C.tolist(), occurs_C.tolist(), strict=True)
+        named = zip(self._names(len(ious_C)), ious_C.tolist(), occurs_C.tolist(), strict=True)
         return metrics | {f"iou_{name}": iou for name, iou, occurs in named if occurs}
 
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
         """Return the confusion matrix as a CSV table: a row per class, a column per prediction."""
-        return {"confusion.csv": class_table(self._class_names, self._class_names, sums["confusion"])}
+        names = self._names(len(sums["confusion"]))
+        return {"confusion.csv": class_table(names, names, sums["confusion"])}
+
+    def _names(self, channels: int) -> list[str]:
+        """Return the name of each channel: a number if the data have no such class."""
+        return self._class_names + [str(number) for number in range(self._num_classes, channels)]
 
     def picture(self, outputs: Any, batch: Batch, place: int, image: Image.Image) -> Image.Image:
         """Return image, mask and prediction side by side, above the names of their classes.
@@ -151,7 +159,8 @@ class Segmentation(Task):
             ]
         )
         numbers = sorted({*truth_HW[~ignored_HW].tolist(), *predicted_HW[~ignored_HW].tolist()})
-        entries = [(drawing.short(self._class_names[number]), drawing.color_of(number)) for number in numbers]
+        names = self._names(out.shape[1])
+        entries = [(drawing.short(names[number]), drawing.color_of(number)) for number in numbers]
         error = float((truth_HW != predicted_HW)[~ignored_HW].mean()) if numbers else 0.0
         return drawing.described(
             drawing.with_legend(shown, entries),
