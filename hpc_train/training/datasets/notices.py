@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image, ImageFile
 
 from hpc_train.errors import listed, shortened
@@ -53,7 +54,12 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
             inspected.inspect(name, split)
     if isinstance(files.train, FileSplit) and more_masks_s:
         inspected.inspect_masks("train", files.train, more_masks_s)
-    return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
+    return [
+        *source.notices,
+        *inspected.shared(),
+        *inspected.losses(),
+        *inspected.masks(data, whole_only=not more_masks_s),
+    ]
 
 
 class _Inspection:
@@ -62,6 +68,8 @@ class _Inspection:
     def __init__(self, rules: images.PixelRules, info: DataInfo) -> None:
         self._rules, self._info = rules, info
         self._num_files = 0
+        #: By split: the hashes of the inspected files.
+        self._hashes: dict[str, list[str]] = {"train": [], "val": []}
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
@@ -79,6 +87,7 @@ class _Inspection:
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
             try:
                 content, target = split.file_content(index)
+                self._hashes[name].append(xxhash.xxh3_128_hexdigest(content))
                 if not decoding.is_decoded(content):
                     self._inspect_file(split, index, content)
             except Exception:  # any error of a source or Pillow: reading the sample reports it
@@ -115,6 +124,15 @@ class _Inspection:
 
     def _absent(self, name: str) -> list[int]:
         return sorted(set(range(self._info.num_classes)).difference(self._classes(name)))
+
+    def shared(self) -> Iterator[str]:
+        """Yield a line if inspected validation files have the content of inspected training files."""
+        train, val = set(self._hashes["train"]), self._hashes["val"]
+        if count := sum(digest in train for digest in val):
+            yield (
+                f"data: {count} of the {len(val)} inspected validation files are copies of an inspected "
+                "training file, and measure nothing new"
+            )
 
     def losses(self) -> Iterator[str]:
         """Yield one line per kind of loss."""

@@ -414,6 +414,24 @@ def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("train", "val", "words"),
+    [
+        ("a/list.csv", "b/list.csv", "b/list.csv and a/list.csv both name 4 files"),
+        ("a/list.csv", "a/list.csv", "a/list.csv for val and a/list.csv both name 4 files"),
+    ],
+)
+def test_shared_files_of_lists_of_one_name_are_counted(
+    train: str, val: str, words: str, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("a", "b"):
+        (root / folder).mkdir()
+        write(root, "train", range(4))
+        (root / "train.csv").rename(root / folder / "list.csv")
+    build(root, download=True, train=train, val=val)
+    assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("labels", "words"),
     [
         ([0.0, math.nan], r"parquet:2 has 'nan' in target, .*missing label"),

@@ -100,19 +100,22 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
     names: dict[str, list[bytes]] = {}
     splits: dict[str, dict[str, Array]] = {}
     for split, path in lists.items():
-        names[path.name], splits[split] = _parse(path, args, targets, files)
+        title = os.path.relpath(path, root)
+        names[f"{title} for {split}" if title in names else title], splits[split] = _parse(
+            path, args, targets, files
+        )
     facts: dict[str, Any] = {}
     if has_remarks:
         train = lists["train"]
         beside = sorted(path.name for path in train.parent.glob(f"*{train.suffix}") if path.is_file())
-        others = [name for name in beside if name not in names]
+        others = [name for name in beside if name not in {path.name for path in lists.values()}]
         remarks = [f"{listed(others, 5)} beside {train.name} are not read"] if others else []
         remarks += file_remarks(root, names)
         if args.target == "class":
             remarks += class_remarks(
                 targets.names, {split: arrays["targets"] for split, arrays in splits.items()}
             )
-        facts["remarks"] = remarks
+        facts["remarks"] = remarks + targets.remarks
     return Index(splits, targets.names, facts)
 
 
