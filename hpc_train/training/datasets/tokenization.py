@@ -161,7 +161,7 @@ class TokenizerFile:
 
     def losses(self) -> Iterator[str]:
         """Yield lines on text that was encoded as the unknown token, or has no token at all."""
-        if self._num_unknown:
+        if self._unknown is not None and self._num_unknown:
             name = self._tokenizer.id_to_token(self._unknown)
             yield f"{self._num_unknown} of {self._num_tokens} tokens are {name}, the unknown token"
         if self._lost:

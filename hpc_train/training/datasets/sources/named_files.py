@@ -159,8 +159,8 @@ def spelling_remarks(names: Sequence[str]) -> Iterator[str]:
         pairs = [" and ".join(ascii(shortened(name)) for name in same[:2]) for same in several]
         yield (
             f"{sum(map(len, several))} of {len(names)} classes have the name of another, apart from case, "
-            f"spaces, invisible characters or Unicode normalization: {listed(pairs, 3)}; use one name if they "
-            "are one class"
+            "spaces, invisible characters or Unicode normalization: "
+            f"{listed(pairs, 3)}; use one name if they are one class"
         )
 
 
