@@ -38,7 +38,13 @@ from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.flops import without_weights
 from hpc_train.training.models import building, fine_tuning, weight_files
 from hpc_train.training.models.blocks import find_blocks, layer_depths
-from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, report_of
+from hpc_train.training.models.weights import (
+    LoadReport,
+    StateDict,
+    has_fitting_head,
+    load_what_fits,
+    report_of,
+)
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.strategies.base import RankContext, Strategy
@@ -100,7 +106,7 @@ def build(
     """
     seed_build(config.seed)
     model = building.build_model(config.model, info)
-    load_initial_weights(model, config.model)
+    load_initial_weights(model, config.model, info)
     return assemble(model, config, batches, context)
 
 
@@ -159,10 +165,11 @@ def _strategy(config: Experiment, context: RankContext) -> Strategy:
     return cast(Strategy, strategy)
 
 
-def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
+def load_initial_weights(model: nn.Module, config: ModelConfig, info: DataInfo) -> None:
     """Load the weights by name, in place; ``models.weights.report_of`` returns the report.
 
-    Raises BadFileError if they can't be read or do not fit the model.
+    It mentions a head for as many, but other classes than those of ``info``. Raises BadFileError if the
+    weights can't be read or do not fit the model.
     """
     if config.init_from is None:
         return
@@ -170,15 +177,21 @@ def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
     if source.is_file():
         weights, name = weight_files.read_weights(str(source), KEY)
     else:
-        weights, name = _weights_of_checkpoint(CheckpointPaths(source)), described(source)
+        weights, classes_hash = _weights_of_checkpoint(CheckpointPaths(source))
+        name = described(source)
+        if classes_hash not in (None, info.classes_hash) and has_fitting_head(model, weights):
+            name += ", whose head is for other classes or for another order of them"
     load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
-def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:
+def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> tuple[StateDict, str | None]:
+    """Return the weights, and the hash of the classes if the checkpoint has it."""
     if problems := verify(checkpoint):
         raise BadFileError(f"{KEY}: {checkpoint.folder} is damaged: {'; '.join(problems)}; name another run")
-    entries = plain_weights(checkpoint, SavedState.read(checkpoint))
-    return {name: entry.read() for name, entry in entries.items()}
+    saved = SavedState.read(checkpoint)
+    entries = plain_weights(checkpoint, saved)
+    weights = {name: entry.read() for name, entry in entries.items()}
+    return weights, (saved.extra.get("data") or {}).get("classes")
 
 
 def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:

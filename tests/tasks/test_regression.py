@@ -102,7 +102,5 @@ def test_a_model_with_other_outputs_is_refused() -> None:
 
 def test_classes_and_missing_values_are_no_numbers() -> None:
     for target in (3, math.nan, -math.inf):
-        with pytest.raises(
-            MisfitError, match=r"needs a number .finite floating-point numbers of .*; fix"
-        ):
+        with pytest.raises(MisfitError, match=r"needs a number .finite floating-point numbers of .*; fix"):
             TargetCheck("regression", task(shape=()).target_spec).one(target)

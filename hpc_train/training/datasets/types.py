@@ -6,6 +6,7 @@ tensors, or dicts, tuples and lists of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -102,6 +103,12 @@ class DataInfo:
     #: Decoder of tokens without ``class_names``: ``bytes``, an encoding of tiktoken, or the path of a
     #: tokenizer.json.
     tokenizer: str | None = None
+
+    @property
+    def classes_hash(self) -> str:
+        """Return a hash of the class names in the order of their numbers."""
+        names = "\n".join(self.class_names).encode(errors="surrogatepass")
+        return hashlib.sha256(names).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

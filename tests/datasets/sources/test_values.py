@@ -80,9 +80,7 @@ def test_a_remedy_names_the_classes_key_only_if_there_is_one() -> None:
 def test_two_spellings_of_a_number_are_an_error(first: str, second: str) -> None:
     classes = ClassNumbers(None, None)
     numbers = [classes.number(cell, PLACE) for cell in (first, second, "5")]
-    with pytest.raises(
-        BadFileError, match=r"list:7 has .* in label, and list:7 .*; write a number in one"
-    ):
+    with pytest.raises(BadFileError, match=r"list:7 has .* in label, and list:7 .*; write a number in one"):
         classes.finish(np.array(numbers))
 
 

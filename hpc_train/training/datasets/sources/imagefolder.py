@@ -106,6 +106,13 @@ def _class_notices(val: FolderSplit | None, class_names: tuple[str, ...]) -> lis
     counts = [1] if val is None else np.bincount(val.classes, minlength=len(class_names))
     absent = [name for name, count in zip(class_names, counts, strict=False) if count == 0]
     remarks = [f"{val.folder} has no image of {listed(absent, 5)}"] if val and absent else []
+    numbers = [int(name) for name in class_names if name.isascii() and name.isdigit()]
+    if len(numbers) == len(class_names) and numbers != sorted(numbers):
+        place = next(place for place, number in enumerate(sorted(numbers)) if number != numbers[place])
+        remarks.append(
+            f"folders are numbered in alphabetical order, so {class_names[place]} is class number {place}; "
+            "pad the names with zeros (001) to number them by size"
+        )
     return [f"data.root: {remark}" for remark in (*named_files.spelling_remarks(class_names), *remarks)]
 
 

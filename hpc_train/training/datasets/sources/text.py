@@ -21,7 +21,13 @@ from torch import Tensor
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.data_size import TextArgs, num_sequences, train_file, val_tokens
+from hpc_train.experiment.data_facts.data_size import (
+    TextArgs,
+    num_sequences,
+    train_file,
+    unused_tokens,
+    val_tokens,
+)
 from hpc_train.experiment.data_facts.root_layout import unread_texts, why_not_read
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.token_check import Passages
@@ -74,6 +80,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     )
     train_split = _split("training", train, vocabulary, args)
     val_split = None if val is None else _split("validation", val, vocabulary, args)
+    for part, codes in (("training", train), ("validation", val)) if download else ():
+        if codes is not None and (unused := unused_tokens(part, len(codes), args.sequence_length)):
+            say(f"data.root: {root}: {unused}")
     if download and val_split is not None and root.is_dir():
         _report_shared(train_split, val_split, root)
     return DataSource(train_split, val_split, info)

@@ -161,6 +161,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         token_writing.ensure(config, args)
     shards = token_shards.find_shards(config, args)
     splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
+    for part in splits if download else ():
+        if unused := data_size.unused_tokens(part, shards.num_tokens(part), args.sequence_length):
+            say(f"data.root: {root_of(config)}: {unused}")
     if download and shards.folder is None:
         _check_raw(splits, args, root_of(config))
     return DataSource(
