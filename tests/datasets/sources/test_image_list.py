@@ -399,15 +399,16 @@ def test_a_pipe_and_a_device_are_refused(root: Path) -> None:
 def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(root, "train", range(11))
     with (root / "train.csv").open("a") as file:
-        file.write(f"{file_of(3)},ant,0,0\n{file_of(12)},dog,0,0\n")
+        file.write(f"{file_of(3)},bee,0,0\n{file_of(12)},dog,0,0\n./{file_of(5)},bee,0,0\n")
     (root / "test.csv").touch()
     (root / file_of(4)).unlink()
     for _ in range(2):
         build(root, download=True)
         printed = capfd.readouterr().err
         assert "test.csv beside train.csv are not read" in printed
-        assert "train.csv has 1 file in more than one row: images/3.png" in printed
+        assert "train.csv has 2 files in more than one row: images/3.png, images/5.png" in printed
         assert "val.csv and train.csv both name 1 file: images/12.jpg" in printed
+        assert "2 files have different targets in different rows: images/12.jpg, images/3.png" in printed
         assert f"1 image below {root} is in no list: images/11.png" in printed
         assert f"1 listed file below {root} does not exist: images/4.jpg" in printed
         assert "1 of 4 classes have no validation sample: dog" in printed

@@ -10,6 +10,7 @@ import csv
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, 
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
 from hpc_train.training.datasets.sources.infer import image_info
-from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
+from hpc_train.training.datasets.sources.named_files import (
+    NamedFiles,
+    class_remarks,
+    file_remarks,
+    target_remarks,
+)
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, as_number, number_of
 
 _PARQUET = ".parquet"
@@ -111,6 +117,8 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
         others = [name for name in beside if name not in {path.name for path in lists.values()}]
         remarks = [f"{listed(others, 5)} beside {train.name} are not read"] if others else []
         remarks += file_remarks(root, names)
+        targets_of = (split["targets"].tolist() for split in splits.values())
+        remarks += target_remarks(zip(chain(*names.values()), chain(*targets_of), strict=True))
         if args.target == "class":
             remarks += class_remarks(
                 targets.names, {split: arrays["targets"] for split, arrays in splits.items()}

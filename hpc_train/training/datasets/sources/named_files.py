@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,18 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
     if missing:
         exist = "does not exist" if len(missing) == 1 else "do not exist"
         yield f"{counted(len(missing), 'listed file')} below {folder} {exist}: {_examples(missing)}"
+
+
+def target_remarks(rows: Iterable[tuple[bytes, Any]]) -> Iterator[str]:
+    """Yield a remark on files with different targets in different rows. ``rows``: name and target."""
+    first: dict[bytes, Any] = {}
+    different = {
+        name for row, target in rows if first.setdefault(name := os.path.normpath(row), target) != target
+    }
+    if different:
+        have = "has" if len(different) == 1 else "have"
+        examples = _examples(sorted(different))
+        yield f"{counted(len(different), 'file')} {have} different targets in different rows: {examples}"
 
 
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
