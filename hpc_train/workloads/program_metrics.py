@@ -178,7 +178,8 @@ class ProgramMetrics:
                 self._has_text = True
                 print(
                     f"hpc-train: program.metrics.regex: the group {name} has matched "
-                    f"{shortened(text or '')!r}, which is not a number and not recorded; correct the expression",
+                    f"{shortened(text or '')!r}, which is not a number and not recorded; correct the "
+                    "expression",
                     flush=True,
                 )
 
