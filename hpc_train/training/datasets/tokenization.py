@@ -165,10 +165,10 @@ class TokenizerFile:
             name = self._tokenizer.id_to_token(self._unknown)
             yield f"{self._num_unknown} of {self._num_tokens} tokens are {name}, the unknown token"
         if self._lost:
-            count, examples = self._lost.total(), [ascii(char) for char, _ in self._lost.most_common(5)]
+            names = sorted(self._lost, key=lambda char: (-self._lost[char], char))
             yield (
-                f"{counted(count, 'character')} of the text have no token and are lost: "
-                f"{listed(examples, 5)}{' and more' if len(self._lost) > len(examples) else ''}"
+                f"{counted(self._lost.total(), 'character')} of the text have no token and are lost: "
+                f"{listed(list(map(ascii, names)), 5)}"
             )
 
     def _count_lost(self, text: str, alphabet: set[str]) -> None:

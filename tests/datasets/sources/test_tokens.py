@@ -558,7 +558,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(
     [
         # A saved dropout would draw the merges at random.
         (None, "ab" * 20, [2] * 20, None),
-        (None, "abé ab", [2, 2], r"2 characters of the text have no token and are lost: '\xe9', ' '"),
+        (None, "abé ab", [2, 2], r"2 characters of the text have no token and are lost: ' ', '\xe9'"),
         (None, "a<s>b", [0, 4, 1], None),
         ("u", "ac", [0, 3], "1 of 2 tokens are u, the unknown token"),
     ],
