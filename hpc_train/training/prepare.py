@@ -228,7 +228,7 @@ def _fetch_model(
         say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
         tried.unchecked = why
         return None
-    load_initial_weights(model, config, info.class_names)
+    load_initial_weights(model, config, info)
     state = assemble(model, trial_step.on_one_rank(experiment), arithmetic, trial_step.ONE_RANK)
     model, report = state.model, state.pretrained
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"

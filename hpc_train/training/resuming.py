@@ -7,7 +7,6 @@ the number is taken from the checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -146,9 +145,8 @@ def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
 
 
 def _data_facts(source: DataSource) -> dict[str, Any]:
-    classes = hashlib.sha256("\n".join(source.info.class_names).encode(errors="surrogatepass")).hexdigest()
     normalization = {"mean": list(source.info.mean), "std": list(source.info.std)}
-    return {"num_samples": len(source.train), "classes": classes[:16]} | normalization
+    return {"num_samples": len(source.train), "classes": source.info.classes_hash} | normalization
 
 
 def extra(

@@ -38,7 +38,13 @@ from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.flops import without_weights
 from hpc_train.training.models import building, fine_tuning, weight_files
 from hpc_train.training.models.blocks import find_blocks, layer_depths
-from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, report_of
+from hpc_train.training.models.weights import (
+    LoadReport,
+    StateDict,
+    has_fitting_head,
+    load_what_fits,
+    report_of,
+)
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.strategies.base import RankContext, Strategy
@@ -100,7 +106,7 @@ def build(
     """
     seed_build(config.seed)
     model = building.build_model(config.model, info)
-    load_initial_weights(model, config.model, info.class_names)
+    load_initial_weights(model, config.model, info)
     return assemble(model, config, batches, context)
 
 
@@ -159,12 +165,11 @@ def _strategy(config: Experiment, context: RankContext) -> Strategy:
     return cast(Strategy, strategy)
 
 
-def load_initial_weights(model: nn.Module, config: ModelConfig, class_names: Sequence[str] = ()) -> None:
+def load_initial_weights(model: nn.Module, config: ModelConfig, info: DataInfo) -> None:
     """Load the weights by name, in place; ``models.weights.report_of`` returns the report.
 
-    The report mentions a head that was trained for other classes than ``class_names``.
-
-    Raises BadFileError if they can't be read or do not fit the model.
+    It mentions a head for as many, but other classes than those of ``info``. Raises BadFileError if the
+    weights can't be read or do not fit the model.
     """
     if config.init_from is None:
         return
@@ -172,28 +177,21 @@ def load_initial_weights(model: nn.Module, config: ModelConfig, class_names: Seq
     if source.is_file():
         weights, name = weight_files.read_weights(str(source), KEY)
     else:
-        weights, name = _weights_of_checkpoint(CheckpointPaths(source), class_names)
+        weights, name, classes_hash = _weights_of_checkpoint(CheckpointPaths(source))
+        if classes_hash not in (None, info.classes_hash) and has_fitting_head(model, weights):
+            name += ", whose head is for other classes or for another order of them"
     load_what_fits(model, weights, name, building.converter_of(config.name), KEY)
 
 
-def _weights_of_checkpoint(checkpoint: CheckpointPaths, class_names: Sequence[str]) -> tuple[StateDict, str]:
-    """Return the weights that ``export`` would write, and their source as text.
-
-    It has a note if their head is for as many classes, but not for ``class_names``.
-    """
+def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> tuple[StateDict, str, str | None]:
+    """Return the weights that ``export`` would write, their source, and the hash of the classes if saved."""
     if problems := verify(checkpoint):
         raise BadFileError(f"{KEY}: {checkpoint.folder} is damaged: {'; '.join(problems)}; name another run")
     saved = SavedState.read(checkpoint)
     ema = uses_ema(RunPaths(checkpoint.folder.parent.parent), saved, None)
     weights = {name: entry.read() for name, entry in plain_weights(checkpoint, saved, ema=ema).items()}
     name = f"the EMA weights of {described(checkpoint.folder)}" if ema else described(checkpoint.folder)
-    info = (saved.extra.get("data") or {}).get("info")
-    theirs = list(info.get("class_names") or ()) if isinstance(info, dict) else []
-    differing = [pair for pair in zip(theirs, class_names, strict=False) if pair[0] != pair[1]]
-    if len(theirs) != len(class_names) or not differing:
-        return weights, name
-    note = "with the head's output for {!a:.40} now that for {!a:.40}".format(*differing[0])
-    return weights, weight_files.with_notes(name, [note])
+    return weights, name, (saved.extra.get("data") or {}).get("classes")
 
 
 def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:

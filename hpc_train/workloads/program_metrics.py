@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from hpc_train.errors import shortened
 from hpc_train.experiment.config.schema import Program
 from hpc_train.loggers.metrics_writer import LoggerThread, MetricsWriter, call_all, start_loggers
 from hpc_train.paths import RunPaths
@@ -61,7 +62,7 @@ class ProgramMetrics:
         self._newest: dict[str, int] = {}
         #: The step from which ``session`` has resumed.
         self._resumed_step = -1
-        self._has_dropped = False
+        self._has_dropped = self._has_text = False
         #: Of all rows and messages; None before the first.
         self.newest_at: float | None = None
         #: The number of steps in all, if the program tells it.
@@ -164,9 +165,23 @@ class ProgramMetrics:
         assert self._pattern is not None
         try:
             if match := self._pattern.search(line.decode("utf-8", "replace")):
+                self._print_text(match.groupdict())
                 self._add(match.groupdict())
         except Exception as error:
             self._error = self._error or error
+
+    def _print_text(self, groups: Mapping[str, str | None]) -> None:
+        """Print once that a group of the regular expression has matched something else than a number."""
+        for name, text in groups.items():
+            is_text = text is not None and name not in _OWN_COLUMNS and _number(text) is None
+            if is_text and not self._has_text:
+                self._has_text = True
+                print(
+                    f"hpc-train: program.metrics.regex: the group {name} has matched "
+                    f"{shortened(text or '')!r}, which is not a number and not recorded; correct the "
+                    "expression",
+                    flush=True,
+                )
 
     def _read_file(self, path: Path) -> None:
         try:

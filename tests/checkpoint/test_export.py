@@ -23,6 +23,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.export import _write, export, main
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
 from hpc_train.training.checkpoint.state import TrainingState
+from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.fine_tuning import add_lora
 from hpc_train.training.train_state import Ema, load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, forge, make_run
@@ -260,5 +261,6 @@ def test_adapters_are_merged_into_the_plain_models_weights(tmp_path: Path) -> No
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
     plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    load_initial_weights(plain, ModelConfig(name="tests:net", init_from=str(run.folder)))
+    config = ModelConfig(name="tests:net", init_from=str(run.folder))
+    load_initial_weights(plain, config, DataInfo(3, 4, (), ()))
     assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())

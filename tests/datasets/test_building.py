@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
@@ -59,6 +60,14 @@ def wrong() -> Any:
     return 3, 4
 
 
+class Stream(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        yield 0, 0
+
+
 def returned(what: str) -> Any:
     """What people return who have not read the page on plug-ins."""
     image, split = Image.new("L", (4, 4)), gray(6, num_classes=3)
@@ -67,6 +76,7 @@ def returned(what: str) -> Any:
         "three": (split, split, split),
         "named": {"train": split, "val": split},
         "bare": Listed([image] * 3, num_classes=3),
+        "stream": Stream(),
         "keyed": Listed([{"image": image, "label": 0}] * 3, num_classes=3),
     }[what]
 
@@ -121,6 +131,7 @@ def test_a_data_source_is_taken_as_it_is() -> None:
         ("returned", {"what": "nothing"}, r"returned NoneType; return a DataSource, \(train, val\) or train"),
         ("returned", {"what": "three"}, r"returned tuple of 3; return a DataSource, \(train, val\) or train"),
         ("returned", {"what": "named"}, r"returned dict of 2; return a DataSource, \(train, val\) or train"),
+        ("returned", {"what": "stream"}, r"returned Stream; return a DataSource, \(train, val\) or train"),
         ("returned", {"what": "bare"}, r"^data: __getitem__ returned a Image for a sample; return"),
         ("returned", {"what": "keyed"}, r"^data: __getitem__ returned a dict of 2 for a sample"),
         ("pair", {"clases": 3}, r"^data\.args: .*:pair can't be called with these arguments: .*'clases'"),

@@ -155,6 +155,13 @@ def test_a_palette_with_transparency_is_reported_and_an_opaque_alpha_is_not(root
     assert "transparent" in notices(root)
 
 
+def test_validation_files_that_are_training_files_are_counted(root: Path) -> None:
+    write(root / "val/a/new.png", Image.fromarray(255 - COLORS))
+    assert "copies" not in notices(root)
+    write(root / "val/a/old.png", Image.fromarray(COLORS))
+    assert "1 of the 2 inspected validation files are copies of an inspected training file" in notices(root)
+
+
 def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (root / "train/a/more").symlink_to(tmp_path / "more")

@@ -100,6 +100,7 @@ def test_a_model_with_other_outputs_is_refused() -> None:
         task().loss(outputs[:, :2], batch(targets))
 
 
-def test_classes_are_no_numbers() -> None:
-    with pytest.raises(MisfitError, match=r"needs a number .floating-point numbers of shape"):
-        TargetCheck("regression", task(shape=()).target_spec).one(3)
+def test_classes_and_missing_values_are_no_numbers() -> None:
+    for target in (3, math.nan, -math.inf):
+        with pytest.raises(MisfitError, match=r"needs a number .finite floating-point numbers of .*; fix"):
+            TargetCheck("regression", task(shape=()).target_spec).one(target)

@@ -99,6 +99,12 @@ def test_shares_of_classes_are_the_targets_of_cross_entropy() -> None:
         (None, [0, 1, 2, 0, 0], "values 0 to 2, and task classification needs a yes .1. or no .0. per class"),
         (None, 3, r"3 \(int64 of shape \(\)\)"),
         ("cross_entropy", [0, 1, 0, 0, 0], "needs the share of each class .floating-point numbers of shape"),
+        (
+            "cross_entropy",
+            [0.0, 1.0, 1.0, 0.0, 0.0],
+            "needs the share of each class .*, with the sum 1",
+        ),
+        ("cross_entropy", [0.0, 0.0, 0.0, 0.0, 0.0], "with the sum 1"),
     ],
 )
 def test_other_targets_are_refused(loss: str | None, target: Any, said: str) -> None:

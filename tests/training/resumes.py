@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.rank import Rank
 from hpc_train.training.resuming import Resumed, resumed
 from hpc_train.training.train_state import TrainState
@@ -34,7 +35,7 @@ def resume(
         degrees=Degrees(),
         device=torch.device("cpu"),
     )
-    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"], mean=(), std=()))
+    source = SimpleNamespace(train=range(3), info=DataInfo(2, 3, (), (), ("a", "b")))
     optimization = SimpleNamespace(set_learning_rate=set_learning_rate)
     train_state = SimpleNamespace(state=state, has_batchnorm=batchnorm, optimization=optimization)
     return resumed(cast(Rank, rank), checkpointer, cast(TrainState, train_state), cast(Any, source))

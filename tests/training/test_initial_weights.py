@@ -19,13 +19,15 @@ from hpc_train.training.models.weights import report_of
 from hpc_train.training.train_state import load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, make_run
 
+INFO = DataInfo(2, 3, (0.5,) * 3, (0.5,) * 3, ("a", "b"))
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
 def build(classes: int = 10, **keys: object) -> nn.Module:
     config = ModelConfig.model_validate({"name": "timm/test_vit", "args": VIT} | keys)
-    model = build_model(config, DataInfo(classes, 3, (0.5,) * 3, (0.5,) * 3))
-    load_initial_weights(model, config)
+    info = DataInfo(classes, 3, (0.5,) * 3, (0.5,) * 3)
+    model = build_model(config, info)
+    load_initial_weights(model, config, info)
     return model
 
 
@@ -44,27 +46,30 @@ def test_a_checkpoints_weights_are_those_that_export_writes(tmp_path: Path, is_o
     torch.manual_seed(9)
     model = OddModel()
     config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(1).folder))
-    load_initial_weights(model, config)
+    load_initial_weights(model, config, INFO)
     found, expected = model.state_dict(), load_file(tmp_path / "w.safetensors")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     report = report_of(model)
     source = "the EMA weights of run run at step 1" if is_of_ema else "run run at step 1"
     assert report is not None and (report.source, report.missing) == (source, ())
-    facts = {"num_samples": 9, "classes": "x", "info": {"class_names": ["a", "b", "c"]}}
-    trainee.checkpointer(run).save(trainee.state, 2, {"data": facts})
-    config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(2).folder))
-    for names, note in (
-        ("abc", ""),
-        ("acb", " (with the head's output for 'b' now that for 'c')"),
-        ("ab", ""),
-    ):
-        load_initial_weights(model, config, list(names))
-        report = report_of(model)
-        assert report is not None and report.source == f"run run at step 2{note}"
-    config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(1).folder))
     (run.checkpoint(1).folder / "shard-00000.safetensors").write_bytes(b"")
     with pytest.raises(BadFileError, match=r"^model.init_from: .*step-00000001 is damaged: .*; name another"):
-        load_initial_weights(model, config)
+        load_initial_weights(model, config, INFO)
+
+
+def test_a_head_for_other_classes_is_reported(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.run.write_text('{"id": "0123456789"}')
+    trainee = Trainee()
+    data = {"num_samples": 4, "classes": INFO.classes_hash}
+    trainee.checkpointer(run).save(trainee.state, 1, {"data": data})
+    config = ModelConfig(name="tests.checkpoint:odd", init_from=str(run.checkpoint(1).folder))
+    other = "run run at step 1, whose head is for other classes or for another order of them"
+    for names, source in ((("a", "b"), "run run at step 1"), (("b", "a"), other)):
+        model = OddModel()
+        load_initial_weights(model, config, replace(INFO, class_names=names))
+        report = report_of(model)
+        assert report is not None and report.source == source
 
 
 def test_the_report_names_what_was_loaded_missing_unexpected_and_resized(tmp_path: Path) -> None:

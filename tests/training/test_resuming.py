@@ -22,6 +22,7 @@ from hpc_train.run.versions import versions
 from hpc_train.training.checkpoint.checkpointer import Loaded
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.resuming import (
     Hardware,
     OtherVersionsError,
@@ -86,11 +87,11 @@ def test_the_learning_rate_is_that_of_the_checkpoints_step() -> None:
 
 def test_an_evaluation_refuses_data_of_other_classes() -> None:
     """Other numbers of samples are fine: it may be another set of data."""
-    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"], mean=(), std=()))
+    source = SimpleNamespace(train=range(3), info=DataInfo(2, 3, (), (), ("a", "b")))
     then = {"num_samples": 5, "classes": hashlib.sha256(b"a\nb").hexdigest()[:16]}
     refuse_other_classes(Loaded(7, {"data": then}), cast(Any, source))
     refuse_other_classes(Loaded(7, {}), cast(Any, source))
-    source.info.class_names = ["a", "c"]
+    source.info = DataInfo(2, 3, (), (), ("a", "c"))
     with pytest.raises(BadFileError, match="the classes are not those that checkpoint 7 was trained on"):
         refuse_other_classes(Loaded(7, {"data": then}), cast(Any, source))
 

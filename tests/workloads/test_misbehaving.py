@@ -196,6 +196,15 @@ def test_lines_are_found_in_any_blocks_and_at_carriage_returns(tmp_path: Path) -
     assert searched(tmp_path, *blocks) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
 
+def test_a_group_that_matches_text_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert searched(tmp_path, b"step 1: loss nan\nstep 2: loss 2, lr 1\nstep 3: loss 3,\n") == [(1, None)]
+    printed = capsys.readouterr().out
+    assert printed.count("program.metrics.regex: the group loss has matched '2,', which is not a number") == 1
+    assert printed.count("is not a number") == 1
+
+
 def test_a_line_without_end_takes_no_memory_and_hides_no_later_row(tmp_path: Path) -> None:
     blocks = [b"x" * (1 << 16)] * 400
     tracemalloc.start()

@@ -25,6 +25,8 @@ from hpc_train.paths import expanded
 #: Default for a single file.
 _VAL_FRACTION = 0.1
 _READ_BYTES = 1 << 22
+#: A larger part of a split that is not used is reported (assumed).
+_MAX_UNUSED = 0.05
 #: UTF-8 continuation bytes, which never begin a character.
 _CONTINUATION = bytes(range(0x80, 0xC0))
 #: Assumed: a user waits this long for a plan; millions of files on a slow shared disk take longer.
@@ -59,6 +61,17 @@ def val_tokens(num_tokens: int, args: TextArgs) -> int:
 def num_sequences(num_tokens: int, sequence_length: int) -> int:
     """Return the number of whole sequences, each with the token that follows it, in this many tokens."""
     return max(0, num_tokens - 1) // sequence_length
+
+
+def unused_tokens(part: str, num_tokens: int, sequence_length: int) -> str | None:
+    """Return a line if the incomplete sequence at the end of a split is a large part of it; else None."""
+    used = 1 + sequence_length * num_sequences(num_tokens, sequence_length)
+    if num_tokens - used <= num_tokens * _MAX_UNUSED:
+        return None
+    return (
+        f"the last {num_tokens - used} of the {num_tokens} {part} tokens are not used, since they do not "
+        f"fill a sequence of {sequence_length}"
+    )
 
 
 def count_sequences(data: DataConfig) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpc_train.experiment.config.fields import NotNegativeFloat, PositiveFloat, Section
 from hpc_train.experiment.config.problems import Problem
@@ -140,7 +140,13 @@ class TaskFacts:
         return reads and (data.target is None or not self.targets or data.target in self.targets)
 
 
-ClassValues = Annotated[list[NotNegativeFloat], Field(min_length=1)]
+def _not_all_zero(values: list[float]) -> list[float]:
+    if not any(values):
+        raise ValueError("are all 0, so nothing is learned; write a number above 0 for some classes")
+    return values
+
+
+ClassValues = Annotated[list[NotNegativeFloat], Field(min_length=1), AfterValidator(_not_all_zero)]
 
 
 class NoArgs(Section):

@@ -34,8 +34,11 @@ _LLMC_DTYPES: dict[tuple[int, int], RawDtype] = {(20240520, 1): "uint16", (20240
 #: llm.c's magics are dates; the magics of its other files (evaluation data, weights) are near these.
 _LLMC_MAGICS = range(20230101, 20400101)
 _MEGATRON_MAGICS = (b"MMIDIDX\0\0", b"TNTIDX\0\0")
-#: Megatron's dtype codes, after its magic and version: int32, uint16.
-_MEGATRON, _MEGATRON_DTYPES = struct.Struct("<9sQB"), {4: "uint32", 8: "uint16"}
+#: Megatron's index begins with magic, version, dtype code, number of sequences and of documents; lengths
+#: (int32) and offsets (int64, in bytes) of the sequences follow.
+_MEGATRON = struct.Struct("<9sQBQQ")
+#: int32, uint16.
+_MEGATRON_DTYPES: dict[int, RawDtype] = {4: "uint32", 8: "uint16"}
 #: First bytes of files that are not raw tokens, whatever their name.
 _OTHER_FORMATS = {
     b"\x93NUMPY": "a NumPy file",
@@ -98,8 +101,8 @@ def _raw_shard(path: Path, stated: RawDtype | None, vocabulary_size: int) -> tup
         start = file.read(_LLMC_BYTES)
         nbytes = os.fstat(file.fileno()).st_size
         _refuse_other_formats(path, start)
-        header = _llmc_header(path, start) or _megatron_dtype(path)
-        count, header_dtype, offset = header if isinstance(header, tuple) else (None, header, 0)
+        header = _llmc_header(path, start) or _megatron_header(path) or (None, None, 0)
+        count, header_dtype, offset = header
         content = _Sample(path, _blocks(file.fileno(), offset, nbytes), vocabulary_size)
     dtype = header_dtype or stated or content.dtype()
     if stated not in (None, dtype):
@@ -112,8 +115,8 @@ def _raw_shard(path: Path, stated: RawDtype | None, vocabulary_size: int) -> tup
     num_tokens = (nbytes - offset) // size
     if count not in (None, num_tokens):
         raise BadFileError(
-            f"data.root: {path} has {nbytes} bytes, and its header says {offset + size * (count or 0)}; "
-            "copy it again"
+            f"data.root: {path} has {nbytes} bytes, and its {'header' if offset else '.idx file'} says "
+            f"{offset + size * (count or 0)}; {'copy it again' if offset else 'copy or write both again'}"
         )
     return Shard(path, num_tokens, offset), dtype
 
@@ -145,20 +148,28 @@ def _llmc_header(path: Path, start: bytes) -> tuple[int, RawDtype, int] | None:
     return None
 
 
-def _megatron_dtype(path: Path) -> RawDtype | None:
-    """Return the dtype in Megatron's ``.idx`` file beside the tokens; None if there is none."""
+def _megatron_header(path: Path) -> tuple[int, RawDtype, int] | None:
+    """Return number of tokens, dtype and offset by Megatron's ``.idx`` file; None if there is none."""
     index = path.with_suffix(".idx")
     if not index.is_file():
         return None
     with index.open("rb") as file:
         start = file.read(_MEGATRON.size)
-    magic, version, code = _MEGATRON.unpack(start.ljust(_MEGATRON.size, b"\0"))
-    if magic != _MEGATRON_MAGICS[0] or version != 1 or code not in _MEGATRON_DTYPES:
-        raise BadFileError(
-            f"data.root: {index} is not an index of Megatron's version 1 for int32 or uint16 tokens (dtype "
-            f"code {code}); convert {path.name}, or remove the .idx file if it belongs to something else"
-        )
-    return "uint16" if _MEGATRON_DTYPES[code] == "uint16" else "uint32"
+        magic, version, code, count, _ = _MEGATRON.unpack(start.ljust(_MEGATRON.size, b"\0"))
+        if magic != _MEGATRON_MAGICS[0] or version != 1 or code not in _MEGATRON_DTYPES:
+            raise BadFileError(
+                f"data.root: {index} is not an index of Megatron's version 1 for int32 or uint16 tokens "
+                f"(dtype code {code}); convert {path.name}, or remove the .idx file if it belongs to "
+                "something else"
+            )
+        dtype, offsets = _MEGATRON_DTYPES[code], _MEGATRON.size + 4 * count
+        if os.fstat(file.fileno()).st_size < offsets + 8 * count:
+            raise BadFileError(f"data.root: {index} ends before its {count} sequences; copy it again")
+        if count == 0:
+            return 0, dtype, 0
+        last = os.pread(file.fileno(), 4, offsets - 4) + os.pread(file.fileno(), 8, offsets + 8 * count - 8)
+    length, start_byte = struct.unpack("<iq", last)
+    return length + start_byte // ITEM_BYTES[dtype], dtype, 0
 
 
 def _blocks(descriptor: int, offset: int, nbytes: int) -> list[bytes]:

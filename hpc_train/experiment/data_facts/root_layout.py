@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from hpc_train.experiment.config.problems import Problem
@@ -26,6 +26,9 @@ _MAX_POINTER_BYTES = 1024
 _LIKE_TRAIN = ("train", "training", "train_set", "trainset", "train_images")
 #: Maximum number of names in a message.
 _MAX_NAMES = 5
+#: File names of a numbered series: start, number, number of files, end.
+_PART_OF = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})(.*)")
+_PART = re.compile(r"(.*\D|)(\d{1,9})()(\D*)")
 #: Names of files that look like text or tokens, including compressed files and other splits.
 _LIKE_TEXT = re.compile(r"(?:train|val)(?:[-_.].*)?|.*\.(?:txt|jsonl)(?:\..*)?", re.IGNORECASE)
 
@@ -69,6 +72,27 @@ def _like_text(root: Path) -> Iterator[Path]:
         for folder, folders, names in os.walk(root / part):
             paths = [Path(folder, name) for name in folders + names if not name.startswith(".")]
             yield from (path for path in paths if path.name in names or path.is_symlink())
+
+
+def missing_parts(names: Iterable[str]) -> Iterator[str]:
+    """Yield a line per numbered series of files that is incomplete: ``train-00002-of-00010.jsonl``.
+
+    Without ``-of-`` a series is incomplete if a few numbers between its first and last are missing.
+    """
+    series: dict[tuple[str, ...], dict[int, str]] = {}
+    for name in names:
+        if match := _PART_OF.fullmatch(name) or _PART.fullmatch(name):
+            start, number, *rest = (group or "" for group in match.groups())
+            series.setdefault((start, *rest), {})[int(number)] = name
+    for (start, total, end), files in sorted(series.items()):
+        first, last = min(files), max(files)
+        expected = int(total) if total else last - first + 1
+        if len(files) >= expected or (not total and len(files) <= expected // 2):
+            continue
+        missing = [number for number in range(first, last + 1) if number not in files][:_MAX_NAMES]
+        of = f"-of-{total}" if total else ""
+        between = f", without {', '.join(map(str, missing))}" if missing else ""
+        yield f"{len(files)} of {expected} files {start}*{of}{end} are there{between}"
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:

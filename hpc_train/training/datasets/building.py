@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+from torch.utils.data import IterableDataset
+
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.by_name import misplaced, missing_root
@@ -93,7 +95,9 @@ def _pair(name: str, result: Any) -> tuple[Any, Any]:
     train, val = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     for split in (train, *([] if val is None else [val])):
         is_readable = isinstance(split, ArraySplit) or hasattr(split, "__getitem__")
-        is_split = hasattr(split, "__len__") and is_readable and not isinstance(split, (tuple, dict))
+        # torch's stream has a ``__getitem__`` that raises NotImplementedError.
+        is_other = isinstance(split, (tuple, dict, IterableDataset))
+        is_split = hasattr(split, "__len__") and is_readable and not is_other
         if not is_split:
             length = f" of {len(split)}" if isinstance(split, (tuple, dict)) else ""
             raise BadFileError(

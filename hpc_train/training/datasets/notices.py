@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image, ImageFile
 
 from hpc_train.errors import listed, shortened
@@ -68,7 +69,12 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
             inspected.inspect(name, split)
     if isinstance(files.train, FileSplit) and more_masks_s:
         inspected.inspect_masks("train", files.train, more_masks_s)
-    return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
+    return [
+        *source.notices,
+        *inspected.shared(),
+        *inspected.losses(),
+        *inspected.masks(data, whole_only=not more_masks_s),
+    ]
 
 
 def batch_notices(batches: Sequence[Batch], info: DataInfo, data: DataConfig) -> Iterator[str]:
@@ -114,6 +120,8 @@ class _Inspection:
         #: Number in a mask with a palette → its color.
         self._colors: dict[int, list[int]] = {}
         self._num_files = 0
+        #: By split: the hashes of the inspected files.
+        self._hashes: dict[str, list[str]] = {"train": [], "val": []}
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
@@ -131,6 +139,7 @@ class _Inspection:
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
             try:
                 content, target = split.file_content(index)
+                self._hashes[name].append(xxhash.xxh3_128_hexdigest(content))
                 if not decoding.is_decoded(content):
                     self._inspect_file(split, index, content)
                     if name == "val":
@@ -169,6 +178,15 @@ class _Inspection:
 
     def _absent(self, name: str) -> list[int]:
         return sorted(set(range(self._info.num_classes)).difference(self._classes(name)))
+
+    def shared(self) -> Iterator[str]:
+        """Yield a line if inspected validation files have the content of inspected training files."""
+        train, val = set(self._hashes["train"]), self._hashes["val"]
+        if count := sum(digest in train for digest in val):
+            yield (
+                f"data: {count} of the {len(val)} inspected validation files are copies of an inspected "
+                "training file, and measure nothing new"
+            )
 
     def losses(self) -> Iterator[str]:
         """Yield one line per kind of loss."""

@@ -30,7 +30,9 @@ from hpc_train.training.datasets.types import (
 )
 
 _FIX_DATA = "fix the data set, or name a task that takes such targets"
-_FIX_VALUE = "fix the target, or the data set's num_classes"
+_FIX_CLASS, _FIX_VALUE = "fix the target, or the data set's num_classes", "fix the target"
+#: Of the sum of a target's numbers: float16 and bfloat16 round them.
+_SUM_TOLERANCE = 0.01
 
 
 class MisfitError(Exception):
@@ -129,7 +131,10 @@ class TargetCheck:
         if not _are_in_bounds(converted_B, spec):
             place = int(_out_of_bounds(converted_B, spec).to(torch.int8).argmax())
             raise self._misfit(
-                first + place, f"{_named(name)}{_tensor_text(targets_B[place])}", _FIX_VALUE, spec
+                first + place,
+                f"{_named(name)}{_tensor_text(targets_B[place])}",
+                _FIX_CLASS if spec.kind == "integer" else _FIX_VALUE,
+                spec,
             )
         return converted_B
 
@@ -236,6 +241,8 @@ def _has_shape(targets_B: Tensor, spec: TargetSpec) -> bool:
 
 def _are_in_bounds(targets_B: Tensor, spec: TargetSpec) -> bool:
     """Return True if all values are; in one pass, since each batch is checked."""
+    if spec.total is not None and bool(_out_of_bounds(targets_B, spec).any()):
+        return False
     if (spec.minimum is None and spec.maximum is None) or targets_B.numel() == 0:
         return True
     lowest, highest = (value.item() for value in targets_B.aminmax())  # both NaN if a value is
@@ -254,7 +261,10 @@ def _out_of_bounds(targets_B: Tensor, spec: TargetSpec) -> Tensor:
         fits &= targets_B <= spec.maximum
     if spec.ignored is not None:
         fits |= targets_B == spec.ignored
-    return ~fits.reshape(len(targets_B), math.prod(targets_B.shape[1:])).all(dim=1)
+    fits_B = fits.reshape(len(targets_B), math.prod(targets_B.shape[1:])).all(dim=1)
+    if spec.total is not None:
+        fits_B &= (targets_B.float().flatten(1).sum(1) - spec.total).abs() <= _SUM_TOLERANCE
+    return ~fits_B
 
 
 def _named(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Compares token shards with the hashes in their headers.
+"""Compares token shards with the hashes in their headers, and validation text with training text.
 
 ``prepare`` checks all shards. Before a run reads them, the first rank of each node checks them within a time
 limit (``training.data_staging``). Intact shards are cached for a day in the user's cache folder, by their
@@ -17,20 +17,61 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 import xxhash
 
+from hpc_train.console import say
 from hpc_train.experiment.data_facts import token_shards
 from hpc_train.experiment.data_facts.raw_tokens import Shard
 from hpc_train.paths import cache_folder
 from hpc_train.run.files import read_json, write_json
+from hpc_train.training.datasets.base import ArraySplit
 
 #: Assumed: at 1 GB/s these are 60 billion tokens of uint16.
 CHECK_LIMIT_S = 120.0
 _REMEMBERED_S = 24 * 3600.0
 _READERS = 4
 _READ_BYTES = 1 << 22
+#: Passages of the validation tokens, their length, and their minimum number of different tokens (assumed).
+_PASSAGES, _PASSAGE_TOKENS, _MIN_DIFFERENT = 16, 64, 8
 _log = logging.getLogger(__name__)
+
+
+class Passages:
+    """Evenly spaced passages of validation tokens, to be looked for in the training tokens.
+
+    A passage of few different tokens, such as blank lines, may well occur in both, and is not compared.
+    """
+
+    def __init__(self, val: ArraySplit, dtype: Any) -> None:
+        """``dtype``: of the training tokens in memory, as ``look_in`` receives them."""
+        indices = np.linspace(0, len(val) - 1, min(len(val), _PASSAGES)).round().astype(np.int64)
+        rows = val.batch(torch.from_numpy(indices))[0][:, :_PASSAGE_TOKENS].numpy().astype(dtype)
+        self._passages = {row.tobytes() for row in rows if len(np.unique(row)) >= _MIN_DIFFERENT}
+        self._absent, self._end = set(self._passages), b""
+
+    def __bool__(self) -> bool:
+        """Return True if there are passages that have not been found."""
+        return bool(self._absent)
+
+    def look_in(self, tokens: np.ndarray[Any, Any]) -> None:
+        """Look for the passages in a part of the training tokens, (n,), that follows the previous part."""
+        content = self._end + tokens.tobytes()
+        self._absent -= {passage for passage in self._absent if passage in content}
+        longest = max(map(len, self._absent), default=1)
+        self._end = content[1 - longest :] if longest > 1 else b""
+
+    def report(self, root: Path) -> None:
+        """Print how many passages the training tokens contain, if they contain any."""
+        if len(self._absent) < len(self._passages):
+            count = f"{len(self._passages) - len(self._absent)} of {len(self._passages)}"
+            say(
+                f"data.root: {root}: {count} compared passages of the validation tokens are also in the "
+                "training tokens, and measure nothing new"
+            )
 
 
 def hash_of_file(path: Path) -> str:

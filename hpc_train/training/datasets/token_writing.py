@@ -10,6 +10,7 @@ import json
 import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from hpc_train.training.datasets.token_check import check_all, hash_of_file
 #: Documents that the tokenizer's threads encode at a time; fewer if they are long.
 _BATCH, _BATCH_CHARACTERS = 512, 1 << 23
 _REPORT_EVERY_S = 30.0
+#: Maximum number of validation documents that are compared with the training documents (assumed: 60 MB).
+_MAX_COMPARED = 1_000_000
 #: Folders that this process has written or checked, because the runs of a sweep share them.
 _checked: set[Path] = set()
 
@@ -67,7 +70,12 @@ def ensure(data: DataConfig, args: token_shards.TokensArgs) -> None:
 
 
 def _report_unread(root: Path, read: _Sources) -> None:
-    unread = root_layout.unread_texts(root, {path for paths in read.values() for path in paths})
+    paths_read = {path for paths in read.values() for path in paths}
+    for line in root_layout.missing_parts(str(path.relative_to(root)) for path in paths_read):
+        say(f"data.root: {root}: {line}")
+    # Megatron's index of a .bin file.
+    paths_read |= {path.with_suffix(".idx") for path in paths_read if path.suffix == ".bin"}
+    unread = root_layout.unread_texts(root, paths_read)
     if unread:
         say(
             f"data.root: {counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)}): text is in "
@@ -131,22 +139,25 @@ def _write(folder: Path, root: Path, texts: _Sources, args: token_shards.TokensA
     # Before they are read: a file that changes meanwhile is detected by its time.
     times = {path: path.stat().st_ctime_ns for paths in texts.values() for path in paths}
     parts: dict[str, list[dict[str, Any]]] = {}
+    shared = _Shared(text for path in texts["val"] for _, text in _documents(path, args))
     for part in (part for part in token_shards.PARTS if texts[part]):
         writer = _SplitWriter(folder, part, token_format, args.shard_tokens)
         for path in texts[part]:
-            for tokens in _encoded(tokenizer, _documents(path, args)):
+            documents = _documents(path, args)
+            for tokens in _encoded(tokenizer, shared.watched(documents) if part == "train" else documents):
                 writer.add(tokens, tokenizer)
         parts[part] = writer.finish()
-        tokens, documents = (sum(entry[key] for entry in parts[part]) for key in ("tokens", "documents"))
-        written = f"{counted(tokens, 'token')} of {counted(documents, 'document')} written"
-        say(f"data.root: {folder}: {part}: {written}")
+        say(f"data.root: {folder}: {part}: {writer.summary()}")
+    if isinstance(tokenizer, tokenization.TokenizerFile):
+        for loss in tokenizer.losses():
+            say(f"data.root: {loss}; if that is not intended, write another data.args.tokenizer")
+    shared.report(root)
     content = token_format | {
         "end_of_document": tokenizer.end_of_document,
         "characters": tokenizer.characters if isinstance(tokenizer, tokenization.Characters) else None,
         "parts": parts,
     }
     hashes = {path: hash_of_file(path) for path in times}
-    _report_same(texts, hashes)
     seen = {
         str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": hashes[path]}
         for path, time_ns in times.items()
@@ -159,12 +170,33 @@ def _write(folder: Path, root: Path, texts: _Sources, args: token_shards.TokensA
     write_json(folder / token_shards.INDEX, index, sync=True)
 
 
-def _report_same(texts: _Sources, hashes: Mapping[Path, str]) -> None:
-    """Print the validation files that have the content of a training file."""
-    train = {hashes[path]: path for path in texts["train"]}
-    same = [path.name for path in texts["val"] if hashes[path] in train]
-    if same:
-        say(f"data.root: {listed(same, 5)}: its content is that of a training file, so it validates nothing")
+class _Shared:
+    """The validation documents that are also training documents."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        """``texts``: the validation documents, of which at most ``_MAX_COMPARED`` are compared."""
+        self._validation = {_hash_of(text) for text in islice(filter(None, texts), _MAX_COMPARED)}
+        self._shared: set[int] = set()
+
+    def watched(self, documents: Iterator[_Document]) -> Iterator[_Document]:
+        """Yield the training documents, and remember those that are validation documents."""
+        for document in documents:
+            if self._validation and (digest := _hash_of(document[1])) in self._validation:
+                self._shared.add(digest)
+            yield document
+
+    def report(self, root: Path) -> None:
+        """Print the number of shared documents, if there are any."""
+        if self._shared:
+            documents = counted(len(self._validation), "different validation document")
+            say(
+                f"data.root: {root}: {len(self._shared)} of {documents} are also training documents, and "
+                "measure nothing new"
+            )
+
+
+def _hash_of(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="surrogateescape"))
 
 
 def _tokenizer(texts: _Sources, args: token_shards.TokensArgs) -> tokenization.Tokenizer:
@@ -232,6 +264,11 @@ def _text_of_line(line: bytes, place: str, args: token_shards.TokensArgs) -> str
         raise BadFileError(
             f"data.root: {place} has no text {args.text_key!r}, but {has or type(entry).__name__}; write "
             "data.args.text_key, or fix the line"
+        )
+    if "\0" in text and args.tokenizer != "bytes":
+        raise BadFileError(
+            f"data.root: {place} has a NUL character (at character {text.index(chr(0))} of its text), like "
+            "damaged text; remove it or the line, or write data.args: {tokenizer: bytes}"
         )
     try:
         text.encode()
@@ -320,16 +357,25 @@ class _SplitWriter:
         #: Starts of the documents in this shard.
         self._starts: list[int] = []
         self._entries: list[dict[str, Any]] = []
-        self._num_tokens, self._reported_at = 0, time.monotonic()
+        self._num_tokens, self._num_documents, self._num_empty = 0, 0, 0
+        self._reported_at = time.monotonic()
 
     def add(self, tokens: tokenization.Tokens, tokenizer: tokenization.Tokenizer) -> None:
         """Append a document and its end."""
         self._starts.append(self._filled)
+        self._num_documents += 1
+        self._num_empty += not len(tokens)
         self._append(tokens.astype(self._dtype))
         self._append(np.array([tokenizer.end_of_document], self._dtype))
         if time.monotonic() > self._reported_at + _REPORT_EVERY_S:
             self._reported_at = time.monotonic()
             say(f"data.root: {self._part}: {self._num_tokens} tokens so far")
+
+    def summary(self) -> str:
+        """Return the number of tokens and documents."""
+        documents = counted(self._num_documents, "document")
+        empty = f", {self._num_empty} of them without a token" if self._num_empty else ""
+        return f"{counted(self._num_tokens, 'token')} of {documents} written{empty}"
 
     def finish(self) -> list[dict[str, Any]]:
         """Write the rest; return the index's entries of all shards."""

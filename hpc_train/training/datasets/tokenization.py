@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from hpc_train.errors import BadFileError, shortened
+from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.training.datasets.types import DataInfo
 
 Tokens = np.ndarray[Any, Any]
@@ -127,6 +128,9 @@ class TokenizerFile:
         # The file may have been saved after a call with truncation or padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # Random merges, which a training loop of tokenizers draws anew in each epoch.
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None
         # A document may contain the name of a special token, such as </s>.
         self._tokenizer.encode_special_tokens = True
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
@@ -137,15 +141,77 @@ class TokenizerFile:
                 "add one of them"
             )
         self.end_of_document: int = ends[0]
+        self._unknown = _unknown_token(self._tokenizer)
+        self._num_tokens = self._num_unknown = 0
+        self._alphabet = _alphabet_of(self._tokenizer)
+        self._is_lost: dict[str, bool] = {}
+        self._lost: Counter[str] = Counter()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, uint32, without those that the tokenizer adds at its ends."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        encoded = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        for text, tokens in zip(texts, encoded, strict=True):
+            self._num_tokens += len(tokens)
+            if self._unknown is not None:
+                self._num_unknown += int((tokens == self._unknown).sum())
+            if self._alphabet is not None:
+                self._count_lost(text, self._alphabet)
+        return encoded
+
+    def losses(self) -> Iterator[str]:
+        """Yield lines on text that was encoded as the unknown token, or has no token at all."""
+        if self._unknown is not None and self._num_unknown:
+            name = self._tokenizer.id_to_token(self._unknown)
+            yield f"{self._num_unknown} of {self._num_tokens} tokens are {name}, the unknown token"
+        if self._lost:
+            names = sorted(self._lost, key=lambda char: (-self._lost[char], char))
+            yield (
+                f"{counted(self._lost.total(), 'character')} of the text have no token and are lost: "
+                f"{listed(list(map(ascii, names)), 5)}"
+            )
+
+    def _count_lost(self, text: str, alphabet: set[str]) -> None:
+        characters = set(text)
+        for character in characters - self._is_lost.keys():
+            self._is_lost[character] = not set(_pieces(self._tokenizer, character)) <= alphabet
+        self._lost.update({char: text.count(char) for char in characters if self._is_lost[char]})
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text without special tokens."""
         return str(self._tokenizer.decode(list(tokens)))
+
+
+def _unknown_token(tokenizer: Any) -> int | None:
+    """Return the token of unknown text; None if there is none."""
+    name = getattr(tokenizer.model, "unk_token", None)
+    if name is not None:
+        return cast("int | None", tokenizer.token_to_id(name))
+    return cast("int | None", json.loads(tokenizer.to_str())["model"].get("unk_id"))
+
+
+def _alphabet_of(tokenizer: Any) -> set[str] | None:
+    """Return the characters of the vocabulary if the tokenizer drops all others; None if it does not.
+
+    BPE without an unknown token and without bytes drops what is not in its vocabulary.
+    """
+    from tokenizers import models, pre_tokenizers
+
+    model = tokenizer.model
+    if not isinstance(model, models.BPE) or model.unk_token is not None or model.byte_fallback:
+        return None
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
+    alphabet = set().union(*tokenizer.get_vocab(with_added_tokens=False), *added)
+    return None if alphabet.issuperset(pre_tokenizers.ByteLevel.alphabet()) else alphabet
+
+
+def _pieces(tokenizer: Any, text: str) -> str:
+    """Return the text from which the model makes tokens."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is not None:
+        text = "".join(piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+    return text
 
 
 def _missing(name: str, package: str) -> BadFileError:

@@ -6,6 +6,7 @@ tensors, or dicts, tuples and lists of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 
 from hpc_train.errors import BadFileError
+
+#: Bounds of a target that must be a finite number: the maximum of float32.
+FINITE = torch.finfo(torch.float32).max
 
 #: A batch's tensor (B, …), a list of B tensors, or a dict or tuple of these.
 Tensors = Any
@@ -100,6 +104,12 @@ class DataInfo:
     #: tokenizer.json.
     tokenizer: str | None = None
 
+    @property
+    def classes_hash(self) -> str:
+        """Return a hash of the class names in the order of their numbers."""
+        names = "\n".join(self.class_names).encode(errors="surrogatepass")
+        return hashlib.sha256(names).hexdigest()[:16]
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -114,6 +124,8 @@ class TargetSpec:
     #: The minimum and maximum value, inclusive; None: no bound.
     minimum: float | None = None
     maximum: float | None = None
+    #: The sum of a sample's numbers, with a tolerance of 0.01; None: any sum.
+    total: float | None = None
     #: Samples differ in shape (boxes, points): a batch has a list of B tensors instead of a tensor (B, …).
     is_ragged: bool = False
     #: Effect of crops, flips and resizing of the image on the target. ``mask``: (H, W), moved by nearest
@@ -127,8 +139,11 @@ class TargetSpec:
     def __str__(self) -> str:
         kind = {"integer": "integers", "float": "floating-point numbers", "any": "numbers"}[self.kind]
         shape = "any shape" if self.shape is None else f"shape {_shape_text(self.shape)}"
+        if self.maximum == FINITE:
+            return f"{self.description} (finite {kind} of {shape})"
         low = "" if self.minimum is None else f", at least {self.minimum:g}"
         high = "" if self.maximum is None else f", at most {self.maximum:g}"
+        high += "" if self.total is None else f", with the sum {self.total:g}"
         ignored = "" if self.ignored is None else f", or {self.ignored} to ignore"
         return f"{self.description} ({kind} of {shape}{low}{high}{ignored})"
 

@@ -190,6 +190,12 @@ def head_keys(model: nn.Module) -> set[str]:
     return {key for key in model.state_dict() if key.rpartition(".")[0] in names}
 
 
+def has_fitting_head(model: nn.Module, weights: StateDict) -> bool:
+    """Return True if ``weights`` have a head of the shape of the model's."""
+    expected = model.state_dict()
+    return any(name in weights and weights[name].shape == expected[name].shape for name in head_keys(model))
+
+
 def _other_classes(loaded: Tensor, expected: Tensor) -> bool:
     return loaded.shape[1:] == expected.shape[1:] and loaded.shape[:1] != expected.shape[:1]
 

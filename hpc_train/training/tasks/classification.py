@@ -64,6 +64,7 @@ class Classification(Task):
                 shape=(num_classes,),
                 minimum=0,
                 maximum=1,
+                total=None if self._has_several else 1,
             )
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -19,7 +19,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import LossConfig
 from hpc_train.experiment.data_facts.facts import REGRESSION_LOSSES, HuberArgs
-from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.training.datasets.types import FINITE, Batch, DataInfo, TargetSpec
 from hpc_train.training.tasks.base import Task, at_least_float32
 
 
@@ -32,6 +32,8 @@ class Regression(Task):
             "a number" if info.target_shape == () else "a vector of numbers",
             kind="float",
             shape=info.target_shape,
+            minimum=-FINITE,
+            maximum=FINITE,
         )
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

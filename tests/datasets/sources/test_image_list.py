@@ -399,35 +399,37 @@ def test_a_pipe_and_a_device_are_refused(root: Path) -> None:
 def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(root, "train", range(11))
     with (root / "train.csv").open("a") as file:
-        file.write(f"{file_of(3)},ant,0,0\n{file_of(12)},dog,0,0\n")
+        file.write(f"{file_of(3)},bee,0,0\n{file_of(12)},dog,0,0\n./{file_of(5)},bee,0,0\n")
     (root / "test.csv").touch()
     (root / file_of(4)).unlink()
     for _ in range(2):
         build(root, download=True)
         printed = capfd.readouterr().err
         assert "test.csv beside train.csv are not read" in printed
-        assert "train.csv has 1 file in more than one row: images/3.png" in printed
+        assert "train.csv has 2 files in more than one row: images/3.png, images/5.png" in printed
         assert "val.csv and train.csv both name 1 file: images/12.jpg" in printed
+        assert "2 files have different targets in different rows: images/12.jpg, images/3.png" in printed
         assert f"1 image below {root} is in no list: images/11.png" in printed
         assert f"1 listed file below {root} does not exist: images/4.jpg" in printed
         assert "1 of 4 classes have no validation sample: dog" in printed
 
 
-@pytest.mark.parametrize("val", ["second/list.csv", "first/list.csv"])
-def test_lists_of_one_name_and_rows_that_contradict_are_reported(
-    root: Path, capfd: pytest.CaptureFixture[str], val: str
+@pytest.mark.parametrize(
+    ("train", "val", "words"),
+    [
+        ("a/list.csv", "b/list.csv", "b/list.csv and a/list.csv both name 4 files"),
+        ("a/list.csv", "a/list.csv", "a/list.csv for val and a/list.csv both name 4 files"),
+    ],
+)
+def test_shared_files_of_lists_of_one_name_are_counted(
+    train: str, val: str, words: str, root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in ("first", "second"):
+    for folder in ("a", "b"):
         (root / folder).mkdir()
-        rows = f"{file_of(0)},ant\n{file_of(1)},bee\n./{file_of(1)},ant\n"
-        (root / folder / "list.csv").write_text(f"path,target\n{rows}")
-    build(root, download=True, train="first/list.csv", val=val)
-    printed = capfd.readouterr().err
-    title = val if "second" in val else f"{val} (val)"
-    assert f"{title} and first/list.csv both name 2 files: images/0.jpg, images/1.png" in printed
-    assert f"17 images below {root} are in no list" in printed and "are not read" not in printed
-    for name in ("first/list.csv", title):
-        assert f"{name} has 1 file with different targets in different rows: images/1.png" in printed
+        write(root, "train", range(4))
+        (root / "train.csv").rename(root / folder / "list.csv")
+    build(root, download=True, train=train, val=val)
+    assert words in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,24 @@ def test_a_folder_that_cannot_be_listed_is_an_error(root: Path, monkeypatch: pyt
         build(root)
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("0", "2", "10"), "10 is class 1"),
+        (("00", "02", "10"), None),
+        (("0", "2", "x"), None),
+    ],
+)
+def test_numbers_in_another_order_than_by_size_are_reported(
+    names: tuple[str, ...], words: str | None, root: Path
+) -> None:
+    for split in ("train", "val"):
+        for old, new in zip(("ant", "bee", "cat"), names, strict=True):
+            (root / split / old).rename(root / split / new)
+    notices = "".join(build(root).notices)
+    assert "in alphabetical order" not in notices if words is None else words in notices
+
+
 def test_val_may_lack_classes_of_train(root: Path) -> None:
     shutil.rmtree(root / "val/bee")
     source = build(root)

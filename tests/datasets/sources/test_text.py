@@ -182,13 +182,28 @@ def test_sequences_that_can_not_be_read_as_batches_are_refused(monkeypatch: pyte
 
 
 def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder(tmp_path, "to be", "or not")
+    folder(tmp_path, "to be", "or not")  # 5 and 6 characters
     for name in ("valid.txt", "train.txt.gz", "notes.md"):
         (tmp_path / name).touch()
     build_source(DataConfig(name="text", root=str(tmp_path), args={"sequence_length": 2}), download=True)
-    assert f"data.root: 2 files in {tmp_path} not read (train.txt.gz, valid.txt)" in "".join(
-        capsys.readouterr()
-    )
+    printed = "".join(capsys.readouterr())
+    assert f"data.root: 2 files in {tmp_path} not read (train.txt.gz, valid.txt)" in printed
+    assert "the last 1 of the 6 validation tokens are not used, since they do not fill a seq" in printed
+    assert "training tokens" not in printed
+
+
+def test_validation_text_that_is_training_text_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(map(chr, range(33, 1033)))
+    for val, words in (
+        (text[-200:], "2 of 2 compared passages of the validation tokens"),
+        (text[::-1], None),
+    ):
+        folder(tmp_path, text, val)
+        build_source(DataConfig(name="text", root=str(tmp_path), args={"sequence_length": 70}), download=True)
+        printed = "".join(capsys.readouterr())
+        assert "compared" not in printed if words is None else words in printed
 
 
 def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:

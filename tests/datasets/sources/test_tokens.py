@@ -428,12 +428,13 @@ def test_files_of_nanogpt_and_llmc_are_read(tmp_path: Path) -> None:
         (b'{"text": ' + b"1" * 5000 + b"}", r"train.jsonl:1 is not JSON: Exceeds the limit"),
         (b'{"text": "ab"}\n{"text": "\\ud83d"}', r"train.jsonl:2 has a lone surrogate.*\(\\ud83d\); replace"),
         (b'{"text": "a\\udcff"}', r"train.jsonl:1 has a lone surrogate.*at character 1"),
+        (b'{"text": "a"}\n{"text": "b\\u0000"}', r"train.jsonl:2 has a NUL character \(at character 1 of"),
     ],
 )
 def test_a_line_without_text_is_named(line: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(line)
     with pytest.raises(BadFileError, match=said):
-        prepared(tmp_path)
+        prepared(tmp_path, tokenizer="characters" if b"u0000" in line else "bytes")
     assert not list(tmp_path.glob("tokens/*/index.json")), "nothing that ranks would read"
     (tmp_path / "train.jsonl").write_bytes(b'{"body": "abcde"}')
     assert len(prepared(tmp_path, text_key="body").train) == 1
@@ -451,14 +452,39 @@ def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: 
         prepared(tmp_path, tokenizer="characters")
 
 
-def test_a_validation_text_that_is_the_training_text_is_reported(
+def test_validation_text_that_is_training_text_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in (("train.txt", "ab"), ("val.txt", "ab"), ("val-2.txt", "abc")):
-        (tmp_path / name).write_text(text * 20)
-    prepared(tmp_path, tokenizer="characters", sequence_length=4)
+    corpus(tmp_path, "ab", "cd", "ab", "", part="train")
+    corpus(tmp_path, "ab", "", "ab", "new", part="val")
+    prepared(tmp_path, sequence_length=1)
     printed = "".join(capsys.readouterr())
-    assert "data.root: val.txt: its content is that of a training file" in printed
+    assert "1 of 2 different validation documents are also training documents" in printed
+    assert "train: 10 tokens of 4 documents written, 1 of them without a token" in printed
+    # Tokens that other programs wrote have no documents.
+    tokens = np.random.default_rng(0).permutation(50_257).astype("<u2")
+    for name, val, count in (("tail", tokens[-4000:], 16), ("mixed", np.r_[tokens[:2000], 1:2001], 8)):
+        (root := tmp_path / name).mkdir()
+        tokens.tofile(root / "train.bin")
+        val.astype("<u2").tofile(root / "val.bin")
+        build_source(config(root, "gpt2", 100), download=True)
+        printed = "".join(capsys.readouterr())
+        assert f"{count} of 16 compared passages of the validation tokens are also in the train" in printed
+        assert "largest token" not in printed
+
+
+def test_missing_files_of_a_series_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for names, words in (
+        (["train-00000-of-00003", "train-00002-of-00003"], "2 of 3 files train-*-of-00003.jsonl are there"),
+        (["train-1", "train-2", "train-4"], "3 of 4 files train-*.jsonl are there, without 3"),
+        (["train-1-of-2", "train-2-of-2", "train-2019", "train-2024"], None),
+    ):
+        root = tmp_path / names[0]
+        for name in names:
+            corpus(root, part=name)
+        prepared(root)
+        printed = "".join(capsys.readouterr())
+        assert " are there" not in printed if words is None else words in printed
 
 
 def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -515,13 +541,49 @@ def word_tokenizer(folder: Path, *specials: str, unknown: str | None = "[UNK]") 
     return str(folder / "tokenizer.json"), made
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, made = word_tokenizer(tmp_path / "words", "</s>")
     made.enable_truncation(2)
     made.enable_padding(length=8)
     made.save(path)
     source = prepared(corpus(tmp_path / "data", "a b c a", "c"), tokenizer=path, sequence_length=1)
     assert stream(source.train) == [0, 1, 2, 0, 4, 2, 4]
+    assert "unknown" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("unknown", "text", "tokens", "words"),
+    [
+        # A saved dropout would draw the merges at random.
+        (None, "ab" * 20, [2] * 20, None),
+        (None, "abé ab", [2, 2], r"2 characters of the text have no token and are lost: ' ', '\xe9'"),
+        (None, "a<s>b", [0, 4, 1], None),
+        ("u", "ac", [0, 3], "1 of 2 tokens are u, the unknown token"),
+    ],
+)
+def test_text_that_a_tokenizer_file_loses_is_counted(
+    unknown: str | None,
+    text: str,
+    tokens: list[int],
+    words: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra lm: pip install 'hpc-train[lm]'")
+    pieces = {"a": 0, "b": 1, "ab": 2, "u": 3}
+    model = tokenizers.models.BPE(pieces, [("a", "b")], dropout=0.5, unk_token=unknown)
+    made = tokenizers.Tokenizer(model)
+    made.add_tokens(["<s>"])
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    source = prepared(
+        corpus(tmp_path / "data", text), tokenizer=str(tmp_path / "tokenizer.json"), sequence_length=1
+    )
+    assert stream(source.train) == [*tokens, 5]
+    printed = "".join(capsys.readouterr())
+    assert "if that is not intended" not in printed if words is None else words in printed
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:
@@ -615,15 +677,49 @@ def test_other_variants_of_raw_tokens_are_refused(
         raw(tmp_path, content, **args)
 
 
-@pytest.mark.parametrize("code", [4, 8, 5])
-def test_megatrons_index_has_the_dtype(code: int, tmp_path: Path) -> None:
-    (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, code) + bytes(16))
-    content = np.array(IDS, {4: "<i4", 8: "<u2", 5: "<i8"}[code]).tobytes()
-    if code == 5:
-        with pytest.raises(BadFileError, match=r"train.idx is not an index of Megatron's .*code 5\)"):
-            raw(tmp_path, content)
-    else:
-        assert stream(raw(tmp_path, content).train) == IDS
+@pytest.mark.parametrize(
+    ("code", "kind", "lengths", "words"),
+    [
+        (4, "<i4", (4, 5), None),
+        (8, "<u2", (4, 5), None),
+        (5, "<i8", (4, 5), r"train.idx is not an index of Megatron's .*code 5\)"),
+        (8, "<u2", (4, 4), "has 18 bytes, and its .idx file says 16; copy or write both again"),
+        (8, "<u2", (4, 9), "has 18 bytes, and its .idx file says 26"),
+        (8, "<u2", (), "has 18 bytes, and its .idx file says 0"),
+        (8, "<u2", (1 << 60,), "train.idx ends before its 1152921504606846976 sequences; copy it again"),
+    ],
+)
+def test_megatrons_index_has_the_dtype_and_the_number_of_tokens(
+    code: int,
+    kind: str,
+    lengths: tuple[int, ...],
+    words: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count = lengths[0] if lengths and lengths[0] > len(IDS) else len(lengths)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, count, count + 1)
+    if count == len(lengths):
+        offsets = np.cumsum([0, *lengths[:-1]]) * np.dtype(kind).itemsize
+        index += np.array(lengths, "<i4").tobytes() + offsets[:count].astype("<i8").tobytes()
+    (tmp_path / "train.idx").write_bytes(index)
+    if words is None:
+        assert stream(raw(tmp_path, np.array(IDS, kind).tobytes()).train) == IDS
+        assert "not read" not in "".join(capsys.readouterr())
+        return
+    with pytest.raises(BadFileError, match=words):
+        raw(tmp_path, np.array(IDS, kind).tobytes())
+
+
+def test_a_vocabulary_far_beyond_the_tokens_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = np.array([1, 64, 3], "<u2").tobytes()
+    raw(tmp_path, content)
+    printed = "".join(capsys.readouterr())
+    assert "the largest token is 64, and tokenizer gpt2 has 50257 tokens; if the files" in printed
+    raw(tmp_path, content, vocabulary_size=50257)
+    assert "largest" not in "".join(capsys.readouterr())
 
 
 def test_raw_splits_of_different_dtypes_are_refused(tmp_path: Path) -> None:

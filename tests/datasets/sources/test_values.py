@@ -12,7 +12,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.training.datasets.sources.named_files import class_remarks
-from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
+from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, numbers_of
 
 PLACE = Place("list:7", "label")
 
@@ -25,6 +25,7 @@ PLACE = Place("list:7", "label")
         ([10.0, 2.0, 0.0], ("0.0", "2.0", "10.0")),
         (["0.0", "10.0", "2.0"], ("0.0", "2.0", "10.0")),
         ([10, 2, 0], ("0", "2", "10")),
+        (["1e3", "2E2", "-.5", "7."], ("-.5", "7.", "2E2", "1e3")),
         ([True, False], ("False", "True")),
         (["9", "10", "x"], ("10", "9", "x")),
         (["x1", "None"], ("None", "x1")),
@@ -55,6 +56,7 @@ def test_what_is_not_a_class_is_an_error_with_its_row(cell: Any) -> None:
         (("Cat", "cat", "dog"), "2 of 3 classes .* 'Cat' and 'cat'"),
         (("caf\u00e9", "cafe\u0301"), r"'caf\\xe9' and 'cafe\\u0301'"),
         (("a  b", "a b"), "'a  b' and 'a b'"),
+        (("cat", "cat\u200b"), r"'cat' and 'cat\\u200b'"),
         (("a", "b", "ab", "01", "1"), None),
         (
             ("0", "1", "10", "2", "x"),
@@ -81,6 +83,31 @@ def test_a_remedy_names_the_classes_key_only_if_there_is_one() -> None:
         with pytest.raises(BadFileError) as unknown:
             classes.number("b", place)
         assert [("data.args.classes" in str(error.value)) for error in (missing, unknown)] == [has_key] * 2
+
+
+@pytest.mark.parametrize(("first", "second"), [("01", "1"), ("+1", "1"), ("1e1", "10")])
+def test_two_spellings_of_a_number_are_an_error(first: str, second: str) -> None:
+    classes = ClassNumbers(None, None)
+    numbers = [classes.number(cell, PLACE) for cell in (first, second, "5")]
+    with pytest.raises(BadFileError, match=r"list:7 has .* in label, and list:7 .*; write a number in one"):
+        classes.finish(np.array(numbers))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1_700_000_123, 1_700_000_124], "^a: float32 rounds its numbers by up to 5, and their standard dev"),
+        ([[1, 1e-50], [2, 2e-50]], "^b: float32 rounds"),
+        ([16_777_217, 2], None),
+        ([0.1, 0.2], None),
+        ([16_777_217, 16_777_217], None),
+    ],
+)
+def test_numbers_that_float32_makes_equal_are_reported(values: list[Any], words: str | None) -> None:
+    targets = Targets(None, ("a", "b"))
+    targets.array(values)
+    assert len(targets.remarks) == (words is not None)
+    assert words is None or re.search(words, targets.remarks[0])
 
 
 def test_decimals_are_numbers() -> None:

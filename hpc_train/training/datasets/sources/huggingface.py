@@ -28,7 +28,7 @@ from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, 
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks
-from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
+from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of, rounding_remarks
 
 _VAL_SPLITS = ("validation", "valid", "val", "test")
 #: The value of a ClassLabel if the class is unknown.
@@ -373,12 +373,15 @@ def _check_targets(
     if config.on_bad_sample == "skip":
         return
     for rows in splits.values():
+        numbers = []
         for index, cell in rows.cells(column):
             place = _place(rows.place(index), column)
             if cell is None or (num_classes and cell == _NO_CLASS):
                 raise place.missing(cell)
             if not num_classes:
-                numbers_of(cell, place, shape[0] if shape else 0)
+                numbers.append(numbers_of(cell, place, shape[0] if shape else 0))
+        for remark in rounding_remarks(numbers) if numbers else ():
+            say(f"data.root: {rows.root}: {remark}")
 
 
 def _renumbered(library: Any, rows: Any, column: str, names: tuple[str, ...]) -> dict[Any, int] | None:

@@ -10,13 +10,14 @@ import csv
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpc_train.console import say
-from hpc_train.errors import BadFileError, counted, listed, printable, shortened
+from hpc_train.errors import BadFileError, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.experiment.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
@@ -24,7 +25,12 @@ from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, 
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
 from hpc_train.training.datasets.sources.infer import image_info
-from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
+from hpc_train.training.datasets.sources.named_files import (
+    NamedFiles,
+    class_remarks,
+    file_remarks,
+    target_remarks,
+)
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, as_number, number_of
 
 _PARQUET = ".parquet"
@@ -101,7 +107,7 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
     splits: dict[str, dict[str, Array]] = {}
     for split, path in lists.items():
         title = os.path.relpath(path, root)
-        title += f" ({split})" if title in names else ""
+        title += f" for {split}" if title in names else ""
         names[title], splits[split] = _parse(path, args, targets, files)
     facts: dict[str, Any] = {}
     if has_remarks:
@@ -110,13 +116,13 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
         others = [name for name in beside if train.parent / name not in lists.values()]
         remarks = [f"{listed(others, 5)} beside {train.name} are not read"] if others else []
         remarks += file_remarks(root, names)
-        for title, arrays in zip(names, splits.values(), strict=True):
-            remarks += _conflicts(title, names[title], arrays["targets"])
+        targets_of = (split["targets"].tolist() for split in splits.values())
+        remarks += target_remarks(zip(chain(*names.values()), chain(*targets_of), strict=True))
         if args.target == "class":
             remarks += class_remarks(
                 targets.names, {split: arrays["targets"] for split, arrays in splits.items()}
             )
-        facts["remarks"] = remarks
+        facts["remarks"] = remarks + targets.remarks
     return Index(splits, targets.names, facts)
 
 
@@ -137,17 +143,6 @@ def _parse(
         raise BadFileError(f"data.root: {path} has no rows below its header; add some")
     arrays = {"lines": np.array(lines, np.int64), "targets": targets.array(values)}
     return names, packed_texts(names) | arrays
-
-
-def _conflicts(title: str, names: Sequence[bytes], targets: Array) -> Iterator[str]:
-    """Yield a remark if a file is in several rows with different targets."""
-    first: dict[bytes, int] = {}
-    rows = [(first.setdefault(os.path.normpath(name), row), row) for row, name in enumerate(names)]
-    repeated = [(before, row) for before, row in rows if before != row]
-    files = {names[before]: None for before, row in repeated if np.any(targets[before] != targets[row])}
-    if files:
-        example = printable(shortened(os.fsdecode(next(iter(files)))))
-        yield f"{title} has {counted(len(files), 'file')} with different targets in different rows: {example}"
 
 
 class _Targets(Targets):

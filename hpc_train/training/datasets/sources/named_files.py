@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,18 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
         yield f"{counted(len(missing), 'listed file')} below {folder} {exist}: {_examples(missing)}"
 
 
+def target_remarks(rows: Iterable[tuple[bytes, Any]]) -> Iterator[str]:
+    """Yield a remark on files with different targets in different rows. ``rows``: name and target."""
+    first: dict[bytes, Any] = {}
+    different = {
+        name for row, target in rows if first.setdefault(name := os.path.normpath(row), target) != target
+    }
+    if different:
+        have = "has" if len(different) == 1 else "have"
+        examples = _examples(sorted(different))
+        yield f"{counted(len(different), 'file')} {have} different targets in different rows: {examples}"
+
+
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
     """Yield remarks on the classes. ``classes``: split → class numbers (N,) from 0."""
     yield from name_remarks(names)
@@ -181,7 +193,8 @@ def _spelling_remarks(names: Sequence[str]) -> Iterator[str]:
         pairs = [" and ".join(ascii(shortened(name)) for name in same[:2]) for same in several]
         yield (
             f"{sum(map(len, several))} of {len(names)} classes have the name of another, apart from case, "
-            f"spaces or Unicode normalization: {listed(pairs, 3)}; use one name if they are one class"
+            "spaces, invisible characters or Unicode normalization: "
+            f"{listed(pairs, 3)}; use one name if they are one class"
         )
 
 

@@ -21,12 +21,20 @@ from torch import Tensor
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.data_size import TextArgs, num_sequences, train_file, val_tokens
+from hpc_train.experiment.data_facts.data_size import (
+    TextArgs,
+    num_sequences,
+    train_file,
+    unused_tokens,
+    val_tokens,
+)
 from hpc_train.experiment.data_facts.root_layout import unread_texts, why_not_read
 from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
+from hpc_train.training.datasets.token_check import Passages
 from hpc_train.training.datasets.types import DataInfo
 
 _NUM_BYTES = 256
+_COMPARED_AT_ONCE = 1 << 24
 #: Characters by number, or bytes.
 _Codes = np.ndarray[Any, Any]
 
@@ -71,7 +79,21 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         sequence_length=args.sequence_length,
     )
     train_split = _split("training", train, vocabulary, args)
-    return DataSource(train_split, None if val is None else _split("validation", val, vocabulary, args), info)
+    val_split = None if val is None else _split("validation", val, vocabulary, args)
+    for part, codes in (("training", train), ("validation", val)) if download else ():
+        if codes is not None and (unused := unused_tokens(part, len(codes), args.sequence_length)):
+            say(f"data.root: {root}: {unused}")
+    if download and val_split is not None and root.is_dir():
+        _report_shared(train_split, val_split, root)
+    return DataSource(train_split, val_split, info)
+
+
+def _report_shared(train: TextSplit, val: TextSplit, root: Path) -> None:
+    tokens = train.tokens.numpy()
+    passages = Passages(val, tokens.dtype)
+    for start in range(0, len(tokens), _COMPARED_AT_ONCE):
+        passages.look_in(tokens[start : start + _COMPARED_AT_ONCE])
+    passages.report(root)
 
 
 def _report_unread(root: Path) -> None:

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpc_train.console import say
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts import data_size, token_shards
 from hpc_train.experiment.data_facts.raw_tokens import Shard
 from hpc_train.training.datasets import token_check, token_writing, tokenization
-from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest
+from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.types import DataInfo
 
 #: Maximum number of open shards: a rank may open few files, and shuffled samples come from all shards.
@@ -73,10 +74,10 @@ class TokenSplit:
     def __init__(self, shards: token_shards.TokenShards, part: str, sequence_length: int) -> None:
         self._shards = shards.parts[part]
         self._ends = list(accumulate(shard.num_tokens for shard in self._shards))
-        self._dtype = np.dtype(shards.dtype).newbyteorder("<")
-        self._vocabulary_size = vocabulary_size = shards.vocabulary_size
-        # Nothing to check if every number of the dtype is a token.
-        self._checks = vocabulary_size < 1 << (8 * self._dtype.itemsize)
+        self.dtype = np.dtype(shards.dtype).newbyteorder("<")
+        self.vocabulary_size = vocabulary_size = shards.vocabulary_size
+        # Nothing to check in a batch if every number of the dtype is a token.
+        self._checks = vocabulary_size < 1 << (8 * self.dtype.itemsize)
         self._sequence_length = sequence_length
         self._open = OpenShards()
 
@@ -90,23 +91,30 @@ class TokenSplit:
         short.
         """
         length = self._sequence_length
-        rows_BT = np.empty((len(indices), length + 1), self._dtype)
+        rows_BT = np.empty((len(indices), length + 1), self.dtype)
         starts = [index * length for index in indices.tolist()]
         for row_T, start in zip(rows_BT, starts, strict=True):
             self._read(row_T, start)
-        if self._checks and int(rows_BT.max(initial=0)) >= self._vocabulary_size:
+        if self._checks and int(rows_BT.max(initial=0)) >= self.vocabulary_size:
             self._refuse(rows_BT, starts)
         tokens_BT = torch.from_numpy(rows_BT.astype(np.int64))
         return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
 
-    def check(self) -> None:
-        """Read all tokens. Raises BadFileError for the first one beyond the vocabulary."""
-        num_tokens = self._ends[-1] if self._checks else 0
+    def check(self, passages: token_check.Passages | None = None) -> int:
+        """Read all tokens, and return the largest. Looks for ``passages`` in them.
+
+        Raises BadFileError for the first token beyond the vocabulary.
+        """
+        num_tokens, largest = self._ends[-1], 0
         for start in range(0, num_tokens, _CHECKED_AT_ONCE):
-            row_T = np.empty(min(_CHECKED_AT_ONCE, num_tokens - start), self._dtype)
+            row_T = np.empty(min(_CHECKED_AT_ONCE, num_tokens - start), self.dtype)
             self._read(row_T, start)
-            if int(row_T.max()) >= self._vocabulary_size:
+            largest = max(largest, int(row_T.max()))
+            if largest >= self.vocabulary_size:
                 self._refuse(row_T[None], [start])
+            if passages:
+                passages.look_in(row_T)
+        return largest
 
     def _place(self, token: int) -> tuple[Shard, int]:
         """Return the shard of a token of the stream, and the token's number within that shard."""
@@ -123,7 +131,7 @@ class TokenSplit:
 
     def _fill(self, place: memoryview, shard: Shard, first: int) -> None:
         descriptor = self._open.descriptor(shard.path)
-        offset = shard.offset + first * self._dtype.itemsize
+        offset = shard.offset + first * self.dtype.itemsize
         while place:
             count = os.preadv(descriptor, [place], offset)
             if count == 0:
@@ -133,12 +141,12 @@ class TokenSplit:
             place, offset = place[count:], offset + count
 
     def _refuse(self, rows_BT: np.ndarray[Any, Any], starts: Sequence[int]) -> None:
-        row, column = np.argwhere(rows_BT >= self._vocabulary_size)[0].tolist()
+        row, column = np.argwhere(rows_BT >= self.vocabulary_size)[0].tolist()
         shard, number = self._place(starts[row] + column)
         raise BadFileError(
             f"data.root: {shard.path} has the token {int(rows_BT[row, column])} at place {number} (byte "
-            f"{shard.offset + number * self._dtype.itemsize}), and the vocabulary has "
-            f"{self._vocabulary_size}; write the tokenizer or vocabulary_size of that file, or write it again"
+            f"{shard.offset + number * self.dtype.itemsize}), and the vocabulary has "
+            f"{self.vocabulary_size}; write the tokenizer or vocabulary_size of that file, or write it again"
         )
 
 
@@ -153,12 +161,29 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         token_writing.ensure(config, args)
     shards = token_shards.find_shards(config, args)
     splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
+    for part in splits if download else ():
+        if unused := data_size.unused_tokens(part, shards.num_tokens(part), args.sequence_length):
+            say(f"data.root: {root_of(config)}: {unused}")
     if download and shards.folder is None:
-        for split in splits.values():
-            split.check()
+        _check_raw(splits, args, root_of(config))
     return DataSource(
         splits["train"], splits.get("val"), _info(shards, args), partial(token_check.check_before_use, shards)
     )
+
+
+def _check_raw(splits: dict[str, TokenSplit], args: token_shards.TokensArgs, root: Path) -> None:
+    """Read all tokens of other programs' files, and print what is unusual about them."""
+    val = splits.get("val")
+    passages = None if val is None else token_check.Passages(val, splits["train"].dtype)
+    largest = max(splits["train"].check(passages), 0 if val is None else val.check())
+    if passages is not None:
+        passages.report(root)
+    size = splits["train"].vocabulary_size
+    if args.vocabulary_size is None and largest < size // 2:
+        say(
+            f"data.root: {root}: the largest token is {largest}, and tokenizer {args.tokenizer} has {size} "
+            "tokens; if the files are of another tokenizer, write its data.args.vocabulary_size"
+        )
 
 
 def _info(shards: token_shards.TokenShards, args: token_shards.TokensArgs) -> DataInfo:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -84,8 +84,9 @@ def text_problem(text: str) -> str | None:
 
 
 def alike(name: str) -> str:
-    """Return a class name without differences in case, spaces and Unicode normalization."""
-    return " ".join(unicodedata.normalize("NFC", name).casefold().split())
+    """Return a class name without differences in case, spaces and Unicode, invisible characters included."""
+    visible = "".join(char for char in name if unicodedata.category(char) != "Cf")
+    return " ".join(unicodedata.normalize("NFC", visible).casefold().split())
 
 
 def class_number(name: str) -> Decimal | None:
@@ -130,6 +131,22 @@ def numbers_of(cell: Any, place: Place, length: int | None) -> float | list[floa
     if any(math.isnan(as_number(part)) for part in cell):
         raise place.error(cell, f"not {count} numbers", "fix it")
     return [number_of(part, place) for part in cell]
+
+
+def rounding_remarks(values: Sequence[Any], columns: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a remark per column of numbers, (N,) or (N, K), that float32 rounds too much to tell them apart.
+
+    That is by over a thousandth of their standard deviation: times in seconds since 1970, for example.
+    """
+    numbers = np.array(values, np.float64).reshape(len(values), -1)
+    errors, spreads = np.abs(numbers - numbers.astype(np.float32)).max(0), numbers.std(0)
+    for place, (error, spread) in enumerate(zip(errors, spreads, strict=True)):
+        if spread > 0 and error > spread / 1000:
+            name = columns[place] if columns else f"target {place}" if len(errors) > 1 else "the target"
+            yield (
+                f"{name}: float32 rounds its numbers by up to {error:.3g}, and their standard deviation is "
+                f"{spread:.3g}; subtract an offset, or scale them"
+            )
 
 
 class ClassNumbers:
@@ -258,6 +275,7 @@ class Targets:
     def __init__(self, classes: ClassNumbers | None, columns: tuple[str, ...] = ()) -> None:
         """``columns``: the names of numbers."""
         self._classes, self._columns = classes, columns
+        self.remarks: list[str] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -267,5 +285,6 @@ class Targets:
     def array(self, values: list[Any]) -> Array:
         """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
         if self._classes is None:
+            self.remarks += rounding_remarks(values, self._columns)
             return np.array(values, dtype=np.float32)
         return self._classes.finish(np.array(values, dtype=np.int64))

@@ -172,6 +172,8 @@ def _scanned(shards: dict[str, list[Path]], args: listed_data.WebdatasetArgs) ->
     """Return the index of all shards. Raises BadFileError with shard and sample for the first bad sample."""
     targets = _Targets(args)
     splits = {split: _scan(paths, args, targets) for split, paths in shards.items()}
+    for remark in targets.remarks:
+        say(f"data.root: {remark}")
     return index_files.Index(splits, targets.names)
 
 
