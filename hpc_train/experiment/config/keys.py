@@ -141,7 +141,7 @@ def _similar(path: KeyPath, *, any_section: bool = False) -> KeyPath | None:
     elsewhere = [key for key in all_keys() if key[-1] == path[-1]]
     if elsewhere and (len(elsewhere) == 1 or len(path) == 1):
         return elsewhere[0]
-    if close := nearest(str(path[-1]), known_keys(path[:-1])):
+    if close := nearest(str(path[-1]).lower(), known_keys(path[:-1])):
         return (*path[:-1], close)
     return elsewhere[0] if elsewhere and any_section else None
 
