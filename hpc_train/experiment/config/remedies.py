@@ -290,8 +290,11 @@ def _remedy_for_text(path: KeyPath, value: str, node: Node, types: set[object]) 
         return f"did you mean {close}?" if close else _example(node, types)
     if types & _NUMBERS and scalars.reads_as_number(value):
         return f"write {value} without quotes"
-    if types & _NUMBERS and (comma := scalars.COMMA.fullmatch(value)):
+    comma = scalars.COMMA.fullmatch(value)
+    if types & _NUMBERS and comma and fits(node, scalars.resolve_scalar(scalars.with_point(comma))):
         return f"write {scalars.with_point(comma)}"
+    if types & _NUMBERS and len(items := _items(value, {})) > 1 and is_swept(path):
+        return _remedy_for_swept(path, items, node)
     if types & _NUMBERS and (number := scalars.number_in(value)):
         number = str(int(float(number))) if float(number).is_integer() and float(number) < _LARGE else number
         if fits(node, scalars.resolve_scalar(number)):
