@@ -69,22 +69,22 @@ def answer(commands: Mapping[str, Any], words: Sequence[str]) -> str | None:
     return _Correction(commands, words, problems).answer()
 
 
-def bad_value(parameter: Any, words: Sequence[str]) -> str | None:
+def bad_value(parameter: Any, line_parts: Sequence[str]) -> str | None:
     """Return the answer to an option's number that can't be read or is too small; None without one."""
     names = getattr(parameter, "opts", [])
-    value = next((after for word, after in pairwise(words) if word in names), None) or next(
-        (word.partition("=")[2] for word in words if word.partition("=")[0] in names), None
+    value = next((after for word, after in pairwise(line_parts) if word in names), None) or next(
+        (word.partition("=")[2] for word in line_parts if word.partition("=")[0] in names), None
     )
-    declared = OPTIONS[words[0]].parameters().get(getattr(parameter, "name", None))
+    declared = OPTIONS[line_parts[0]].parameters().get(getattr(parameter, "name", None))
     if value is None or declared is None:
         return None
     option, least = max(names, key=len), declared.settings.get("min")
-    annotations = map(inspect.get_annotations, OPTIONS[words[0]].__mro__)
+    annotations = map(inspect.get_annotations, OPTIONS[line_parts[0]].__mro__)
     is_whole = any("int" in str(kinds.get(parameter.name)) for kinds in annotations)
     bound = "" if least is None else f" of at least {least:g}"
     problem = f"{option} needs a {'whole ' if is_whole else ''}number{bound}, got {value!r}"
     if option == "--devices":
-        rest = [word for word in words if word not in (*names, value, f"{option}={value}")]
+        rest = [word for word in line_parts if word not in (*names, value, f"{option}={value}")]
         if value.lower() in {"0", "cpu", "none", "no"}:
             return _joined([problem], [_line([*rest, "device=cpu"])], ["without GPUs ranks run on the CPU"])
         if value.lower() in {"auto", "all", "max", "-1", "gpu", "cuda"}:

@@ -243,21 +243,21 @@ def split_key(text: str) -> KeyPath:
     return path
 
 
-def divided_override(override: str, words: list[str]) -> Problem | None:
+def divided_override(override: str, rest: list[str]) -> Problem | None:
     """Return the problem with a word of the command line that is not a whole ``KEY=VALUE``, else None.
 
-    ``words``: those after it; the ones that belong to it are removed.
+    ``rest``: those after it; the ones that belong to it are removed.
     """
     key, equals, text = override.partition("=")
     is_open = sum(map(text.count, "{[")) > sum(map(text.count, "}]"))
-    values = list(takewhile(lambda word: "=" not in word.lstrip("=") and not _is_key(word), words))
+    values = list(takewhile(lambda word: "=" not in word.lstrip("=") and not _is_key(word), rest))
     if equals and (not values or (text and not is_open)):
         return None
     path, remedy = (key,), "write KEY=VALUE"
     name, colon, value = (part.strip() for part in override.partition(":"))
     if equals or (values and _is_key(override)):
         values = values if is_open else values[: 1 + (values[0] == "=")]
-        del words[: len(values)]
+        del rest[: len(values)]
         joined = " ".join([text, *values]) if is_open else values[-1].lstrip("=")
         remedy = f"write {shlex.quote(f'{key}={joined}')}"
     elif colon and value and _is_key(name):

@@ -307,22 +307,22 @@ class _Reading:
         """Report keys without a value: a comma in ``{}`` ends the value before them."""
         if not lone:
             return
-        words = [event.value for event in lone]
+        texts = [event.value for event in lone]
         first: yaml.ScalarEvent = lone[0]
-        name = f"{shortened(words[0])} has no value"
-        if equals := _EQUALS.fullmatch(words[0]):
+        name = f"{shortened(texts[0])} has no value"
+        if equals := _EQUALS.fullmatch(texts[0]):
             path, remedy = (*path, equals[1]), f"write {equals[1]}: {shortened(equals[2])}"
-        elif before is None and (len(words) > 1 or reads_as_number(words[0])):
-            remedy = f"write {_listed(words)}" + (", or a value after each" if len(words) > 1 else "")
+        elif before is None and (len(texts) > 1 or reads_as_number(texts[0])):
+            remedy = f"write {_listed(texts)}" + (", or a value after each" if len(texts) > 1 else "")
         elif before is None:
-            remedy = f"write {shortened(words[0])}: and its value"
+            remedy = f"write {shortened(texts[0])}: and its value"
         elif isinstance(before[1], yaml.ScalarEvent) and before[1].value:
             path, first = before[0], before[1]
             text = self._between(first, lone[-1])
-            remedy = f"write {path[-1]}: {_as_one_value(text, [first.value, *words])}"
+            remedy = f"write {path[-1]}: {_as_one_value(text, [first.value, *texts])}"
             name = f"{name}: the comma before it ends the value"
         else:
-            remedy = f"write {shortened(words[0])}: and its value"
+            remedy = f"write {shortened(texts[0])}: and its value"
         self._refuse("yaml.no-value", path, first, name, without_credentials(remedy))
 
     def _key(self, event: yaml.Event, path: KeyPath, depth: int) -> str | None:
@@ -346,17 +346,17 @@ def _end(event: yaml.Event) -> int:
     return int(mark.index)
 
 
-def _listed(words: list[str]) -> str:
-    items = [word.strip("()") for word in words]
+def _listed(texts: list[str]) -> str:
+    items = [word.strip("()") for word in texts]
     return shortened(items[0] if len(items) == 1 else f"[{', '.join(items)}]", 200)
 
 
-def _as_one_value(text: str, words: list[str]) -> str:
-    """Return how to write a value that a comma has divided into ``words``."""
+def _as_one_value(text: str, texts: list[str]) -> str:
+    """Return how to write a value that a comma has divided into ``texts``."""
     if comma := COMMA.fullmatch(text):
         return f"{with_point(comma)}, or [{text.replace(',', ', ')}]"
-    are_numbers = all(reads_as_number(word.strip("()")) for word in words)
-    return _listed(words) if are_numbers else f'"{shortened(text, 200)}"'
+    are_numbers = all(reads_as_number(word.strip("()")) for word in texts)
+    return _listed(texts) if are_numbers else f'"{shortened(text, 200)}"'
 
 
 def _syntax_error(error: yaml.MarkedYAMLError, text: str) -> _UnreadableError:

@@ -331,9 +331,9 @@ def _items(text: str, node: Node) -> list[Any]:
     items = [
         scalars.resolve_scalar(item.strip()) for item in text.strip("()").split(",") if len(item) < _LONG
     ]
-    words = text.replace(",", " ").split()
-    are_words = all(_takes_text(node, word) for word in words)
-    return list(words) if are_words and not all(fits(node, item) for item in items) else items
+    pieces = text.replace(",", " ").split()
+    are_words = all(_takes_text(node, word) for word in pieces)
+    return list(pieces) if are_words and not all(fits(node, item) for item in items) else items
 
 
 def _takes_text(node: Node, text: str) -> bool:

@@ -236,11 +236,11 @@ def _overridden(
     """Return the changed data, the key paths given on the command line, and their problems."""
     changed: list[KeyPath] = []
     problems: list[Problem] = []
-    words = list(overrides)
-    while words:
-        key, equals, text = (override := words.pop(0)).partition("=")
+    rest = list(overrides)
+    while rest:
+        key, equals, text = (override := rest.pop(0)).partition("=")
         try:
-            if divided := keys.divided_override(override, words):
+            if divided := keys.divided_override(override, rest):
                 raise keys.BadKeyError(divided)
             path = keys.split_key(key)
         except keys.BadKeyError as error:

@@ -144,7 +144,7 @@ def _options(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def _is_secret(name: str, value: object, least: int) -> bool:
-    """Return True for a key, a password, or a token, whose value has ``least`` characters and is no word."""
+    """Return True for a key, a password, or a token of ``least`` characters or more."""
     if (
         not isinstance(value, str)
         or not value
