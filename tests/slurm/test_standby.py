@@ -56,7 +56,6 @@ def kill(paths: RunPaths, rank: int, attempt: int) -> None:
 
 
 @pytest.mark.fault(16, 56, 59)
-@pytest.mark.usefixtures("fresh_ranks")
 def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """After a kill of one of those the next restart starts ranks as usual."""
     with Hold(tmp_path, 12) as hold:
