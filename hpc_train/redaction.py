@@ -70,7 +70,7 @@ def known_secrets(environment: Mapping[str, str]) -> set[str]:
     secrets = {
         value
         for name, value in environment.items()
-        if _names_secret(name) and not value.startswith(("/", "~/", "./"))
+        if names_secret(name) and not value.startswith(("/", "~/", "./"))
     }
     for value in environment.values():
         for url in _URL.findall(value) if "://" in value and "@" in value else ():
@@ -88,7 +88,8 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
     return other if other.exists() and not own.exists() else own
 
 
-def _names_secret(name: str) -> bool:
+def names_secret(name: str) -> bool:
+    """Return True if a variable or an option of this name probably has a secret."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return bool(words) and bool(_SECRET_WORDS & set(words)) and words[-1] not in _NO_SECRET
 
@@ -103,7 +104,7 @@ def _in_files(environment: Mapping[str, str]) -> Iterator[str]:
         with suppress(OSError):
             for line in _read(file).splitlines():
                 name, _, value = line.partition("=")
-                if _names_secret(name.strip()):
+                if names_secret(name.strip()):
                     yield value.strip()
 
 

@@ -24,8 +24,11 @@ _O = TypeVar("_O", bound="Options")
 #: A command's options → imports its function.
 FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}
 
-#: click's errors about the words of a command line; those about a value name it themselves.
-_UNPARSED = {"UsageError", "NoSuchOption", "MissingParameter"}
+#: Command → its options.
+OPTIONS: dict[str, type[Any]] = {}
+
+#: click's errors about the words of a command line, and those about an option's value.
+_UNPARSED, _INVALID = {"UsageError", "NoSuchOption", "MissingParameter"}, "BadParameter"
 _NEWEST = re.compile(r"-([1-9]\d*)\Z")
 
 
@@ -76,11 +79,16 @@ def _answering(ctx: Any, group: Any, words: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ctx.resilient_parsing or type(error).__name__ not in _UNPARSED:
+        kind = type(error).__name__
+        if ctx.resilient_parsing or kind not in {*_UNPARSED, _INVALID}:
             raise
-        from hpc_train.cli.corrections import answer
+        from hpc_train.cli import corrections
 
-        if text := answer(group.commands, words):
+        if kind == _INVALID:
+            text = corrections.bad_value(getattr(error, "param", None), words)
+        else:
+            text = corrections.answer(group.commands, words)
+        if text:
             ctx.fail(printable(text))
         raise
 
@@ -137,6 +145,7 @@ def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], typ
 
     def register(options: type[_O]) -> type[_O]:
         FUNCTIONS[options] = partial(_function, module or name, name)
+        OPTIONS[name] = options
 
         def run(**values: Any) -> None:
             values = {key: value for key, value in values.items() if value is not None}  # else: the default

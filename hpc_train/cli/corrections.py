@@ -6,16 +6,20 @@ Imported only after such an error, so it may import what takes time.
 from __future__ import annotations
 
 import difflib
+import inspect
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.command_line import RUN_PARAMETERS
+from hpc_train.cli.command_line import OPTIONS, RUN_PARAMETERS
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.keys import JOB, all_keys, as_mapping, members, node_at
 from hpc_train.experiment.config.problems import KeyPath
+from hpc_train.experiment.config.scalars import number_in
 from hpc_train.experiment.config.synonyms import (
     OptionRow,
     advice_for,
@@ -63,6 +67,34 @@ def answer(commands: Mapping[str, Any], words: Sequence[str]) -> str | None:
         if script := next(filter(None, map(why_not_yaml, map(Path, words[1:]))), None):
             return script
     return _Correction(commands, words, problems).answer()
+
+
+def bad_value(parameter: Any, line_parts: Sequence[str]) -> str | None:
+    """Return the answer to an option's number that can't be read or is too small; None without one."""
+    names = getattr(parameter, "opts", [])
+    value = next((after for word, after in pairwise(line_parts) if word in names), None) or next(
+        (word.partition("=")[2] for word in line_parts if word.partition("=")[0] in names), None
+    )
+    declared = OPTIONS[line_parts[0]].parameters().get(getattr(parameter, "name", None))
+    if value is None or declared is None:
+        return None
+    option, least = max(names, key=len), declared.settings.get("min")
+    annotations = map(inspect.get_annotations, OPTIONS[line_parts[0]].__mro__)
+    is_whole = any("int" in str(kinds.get(parameter.name)) for kinds in annotations)
+    bound = "" if least is None else f" of at least {least:g}"
+    problem = f"{option} needs a {'whole ' if is_whole else ''}number{bound}, got {value!r}"
+    if option == "--devices":
+        rest = [word for word in line_parts if word not in (*names, value, f"{option}={value}")]
+        if value.lower() in {"0", "cpu", "none", "no"}:
+            return _joined([problem], [_line([*rest, "device=cpu"])], ["without GPUs ranks run on the CPU"])
+        if value.lower() in {"auto", "all", "max", "-1", "gpu", "cuda"}:
+            return _joined([problem], [_line(rest)], ["without it there is one rank per GPU"])
+        if re.fullmatch(r"\d+(,\d+)+", value):
+            line = _line([*rest, option, str(value.count(",") + 1)])
+            return _joined([problem], [f"`CUDA_VISIBLE_DEVICES={value} {line[1:]}"])
+    number = float(number_in(value) or math.nan)
+    is_usable = number >= (least or 0) and not (is_whole and number % 1)
+    return _joined([problem], [f"{option} {f'{number:.10g}' if is_usable else f'{least or 1:g}'}"])
 
 
 def _options_last(commands: Mapping[str, Any], words: Sequence[str]) -> list[str]:

@@ -40,6 +40,8 @@ ANSWERS = {
     "exp.yaml --local": "submit exp.yaml --local",
     "./exp.yaml seed=3": "submit ./exp.yaml seed=3",
     "rerun exp.yaml": "submit exp.yaml --new",
+    "submit exp.yaml --local --devices 0": "submit exp.yaml --local device=cpu",
+    "submit exp.yaml --local --devices=auto": "submit exp.yaml --local",
     "subnit exp.yaml": "submit exp.yaml",
     "--verbose submit exp.yaml": "submit exp.yaml",
     "ls": "status",
@@ -164,8 +166,12 @@ def test_the_answer_is_a_command_line_that_leads_on(typed: str, remedy: str) -> 
         ("frobnicate", "there is no command 'frobnicate'; `hpc-train --help` lists the commands"),
         ("submit exp.yaml --foo 3", "there is no option --foo; `hpc-train submit --help` lists the options"),
         ("submit exp.yaml --accumulate-grad-batches 4", "optimization.global_batch_size"),
-        ("submit exp.yaml --devices two", "Invalid value for '--devices'"),
-        ("logs abc --rank -1", "Invalid value for '--rank'"),
+        ("submit exp.yaml --devices two", "needs a whole number of at least 1, got 'two'; write --devices 1"),
+        (
+            "plan exp.yaml --throughput 1k",
+            "--throughput needs a number of at least 1e-09, got '1k'; write --throughput 1000",
+        ),
+        ("logs abc --rank -1", "--rank needs a whole number of at least 0, got '-1'; write --rank 1"),
     ],
 )
 def test_without_an_equivalent_no_command_line_is_guessed(typed: str, answer: str) -> None:
@@ -197,6 +203,7 @@ def test_a_file_of_another_kind_is_named(name: str, kind: str, command: str | No
         (".", "write exp.yaml"),
         ("ex.yaml", "did you mean exp.yaml?"),
         ("new", "hpc-train init"),
+        ("seed=3", "write the file before seed=3"),
     ],
 )
 def test_a_missing_file_is_answered_with_one_that_exists(word: str, answer: str) -> None:

@@ -25,7 +25,7 @@ def followed(text: str, line: ProblemLine) -> str:
     number, column, rest = int(match[1]), int(match[2]), match[3]
     remedy = rest.removeprefix(f"{line.key}: ").partition("; ")[2]
     if line.code.startswith("yaml."):
-        return _edited(text, number, column, remedy)
+        return _edited(text, line.code, number, column, remedy)
     data = read_document(text.encode()).data
     assert data is not None, line
     is_on_key = (
@@ -38,17 +38,31 @@ def followed(text: str, line: ProblemLine) -> str:
     return json.dumps(data)
 
 
-def _edited(text: str, number: int, column: int, remedy: str) -> str:
+def _edited(text: str, code: str, number: int, column: int, remedy: str) -> str:
     """Return the text with a change of its lines."""
     lines = text.split("\n")
     if "tabs" in remedy:
         return text.replace("\t", "  ")
-    if match := re.match(
-        r"write ([\w.]+): (\S+?)(?:,.*)?( on line (\d+))?(, with a (blank|point).*)?$", remedy
-    ):
+    if remedy.startswith("take the comma"):
+        lines[number - 1] = lines[number - 1].rstrip(", ")
+    elif remedy.startswith("write a space"):
+        lines[number - 1] = lines[number - 1].replace("\t", " ")
+    elif " in quotes if it is text" in remedy:
+        lines[number - 1] = _literal(remedy.removeprefix("write "))
+    elif code == "yaml.no-value":
+        before, after = lines[number - 1][: column - 1], lines[number - 1][column - 1 :]
+        written = _literal(remedy.removeprefix("write "))
+        if not re.match(r"\w+\s*=", after):
+            written = re.sub(r"^[\w.]+: ", "", written)
+        elif before.endswith("{"):
+            before, written = before.removesuffix("{"), f"{{{written}"
+        if before.endswith("{") and not written.startswith("{"):  # the braces of a set
+            before, after = before.removesuffix("{"), after.replace("}", "", 1)
+        lines[number - 1] = before + written + re.sub(r"^.*?(?=, *[\w.]+:|\}|$)", "", after)
+    elif match := re.match(r"write ([\w.]+): (\S+?)(?:,.*)?( on line (\d+))?(, with.*)?$", remedy):
         index = int(match[4] or number) - 1
         lines[index] = re.sub(
-            rf"\b{match[1]}\s*[:=]\s*[\w.,]*(?=[,}}]|$)", f"{match[1]}: {match[2]}", lines[index]
+            rf"\b{match[1]}\s*[:=：]\s*[\w.,]*(?=[,}}]|$)", f"{match[1]}: {match[2]}", lines[index]
         )
     elif match := re.match(r"indent line (\d+) like line (\d+)", remedy):
         odd, like = int(match[1]) - 1, int(match[2]) - 1
@@ -128,7 +142,7 @@ def _apply(data: Any, path: list[Any], is_on_key: bool, remedy: str) -> None:
 
 
 #: Codes of problems with a key, not with its value.
-_ON_KEY = {"key.unknown", "sweep.unknown-key"}
+_ON_KEY = {"key.unknown", "key.name", "sweep.unknown-key"}
 
 
 def _literal(text: str) -> str:

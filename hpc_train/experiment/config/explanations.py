@@ -16,10 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.errors import shortened
-from hpc_train.experiment.config import keys, remedies
+from hpc_train.experiment.config import keys, remedies, synonyms
 from hpc_train.experiment.config.fields import Arguments, Section
 from hpc_train.experiment.config.keys import Node, as_mapping, members, node_at
-from hpc_train.experiment.config.marked_yaml import resolve_scalar
 from hpc_train.experiment.config.problems import (
     MAX_PROBLEMS,
     KeyPath,
@@ -30,7 +29,8 @@ from hpc_train.experiment.config.problems import (
     unknown_argument_problem,
 )
 from hpc_train.experiment.config.program_section import listed
-from hpc_train.experiment.config.remedies import example_of, fits, in_flow, remedy, usual_mode, wanted
+from hpc_train.experiment.config.remedies import example_of, fits, in_flow, remedy, wanted
+from hpc_train.experiment.config.scalars import resolve_scalar
 from hpc_train.experiment.config.synonyms import advice_for, distribution_of, swept_leaves, value_for
 from hpc_train.redaction import without_credentials
 from hpc_train.registry import nearest, suggestion
@@ -39,8 +39,6 @@ from hpc_train.registry import nearest, suggestion
 _MAX_LENGTH = 160
 #: Keys of a mapping in another tool that has the value here.
 _MAIN = ("name", "type", "class_path", "_target_", "stage", "dtype")
-#: Values that turn a feature off.
-_OFF = {"false", "none", "no", "off"}
 #: Parts of another tool's sweep that are not parameters.
 _PARTS_OF_SWEEPS = ("command", "metric", "early_terminate", "run_cap", "program", "method")
 
@@ -103,7 +101,9 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if loc[-1] == "[key]":
         names = (node_at(path[:-1], schema) or {}).get("propertyNames", {})
         rule = names.get("patternErrorMessage", "a name")
-        return Problem(path, f"needs {rule}", "fix the name", on_key=True, code="key.name")
+        name = str(path[-1]).lstrip("-")
+        advice = f"write {name}" if re.search(names.get("pattern", "$."), name) else "fix the name"
+        return Problem(path, f"needs {rule}", advice, on_key=True, code="key.name")
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
@@ -148,8 +148,9 @@ def _example_for(path: KeyPath, data: dict[str, Any]) -> str | None:
 
     if path == ("data", "name"):
         return "imagefolder" if called("root") else None
+    inner = [value[path[-1]] for value in called("args") if isinstance(value, dict) and path[-1] in value]
     metrics = called("metric") if path[-1] == "mode" else []
-    return usual_mode(str(metrics[0])) if metrics else None
+    return synonyms.usual_mode(str(metrics[0])) if metrics else in_flow(inner[0]) if inner else None
 
 
 def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -171,7 +172,7 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
         return
     answer = (
         _with_colon(path, value)
-        or _gres(path, value)
+        or _request(path, value, data)
         or _part_of_sweep(path, value, data)
         or _part_of_distribution(path, data)
         or _nested(path, value, data)
@@ -238,13 +239,17 @@ def _translation(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | No
     if target is None or advice_for(own) or path[: len(target)] == target:
         return None
     node = node_at(target)
-    is_off = isinstance(value, bool | str) and str(value).lower() in _OFF
-    if is_off and node is not None and not fits(node, value):
+    if str(value).lower() in remedies.OFF and node is not None and not fits(node, value):
         return "take it out"
     meant = _merged(keys.value_at(data, target), target, _converted(target, value, own[-1]), value)
     if meant is None:
         advice = remedy(target, node or {}, value)
         return advice if advice.startswith("take it out") else None
+    above = set(keys.known_keys(target[:-1])) & set(meant) if target[-1] == "args" else ()
+    if above:  # keys of the section among its arguments
+        rest = {key: item for key, item in meant.items() if key not in above}
+        section = {key: meant[key] for key in sorted(above)} | ({"args": rest} if rest else {})
+        return f"write {in_flow(section)[1:-1]}"
     is_below = parent and target[: len(parent)] == parent
     if is_below and len(target) > len(path):
         return _write(*_section_beside(path, target[: len(path)], data))
@@ -258,15 +263,15 @@ def _write(target: KeyPath, value: Any) -> str:
     return f"write {dotted(target)}" + (f": {written}" if len(written) <= _MAX_LENGTH else "")
 
 
-def _gres(path: KeyPath, value: Any) -> str | None:
-    """Return the keys for ``gres: gpu:a100:4`` or ``gpu: a100``."""
-    match = re.fullmatch(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d{1,3})", str(value)[:_MAX_LENGTH])
-    is_type = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]{1,30}", value)
-    if path[-1] in ("gpu", "gpus") and is_type and value not in ("auto", "all", "none"):
-        request = {"gpus_per_node": 1, "gpu_type": value}
-    elif path[-1] in ("gres", "gpus") and match is not None:
-        request = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
-    else:
+def _request(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | None:
+    """Return the keys of ``slurm`` for a request of GPUs or memory, the Python for an environment."""
+    if target_of(path) == ("environment", "python") and (
+        python := synonyms.python_of(str(value)[:_MAX_LENGTH])
+    ):
+        return f"write {'' if path[0] == 'environment' else 'environment.'}python: {python}"
+    section = data.get("slurm")
+    request = synonyms.slurm_request(str(path[-1]), value, section if isinstance(section, dict) else {})
+    if request is None:
         return None
     return f"write {in_flow(request)[1:-1] if path[0] == 'slurm' else f'slurm: {in_flow(request)}'}"
 

@@ -34,6 +34,10 @@ _MEASURE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]{1,7})", re.ASCII)
 _UNITS_MIN = {"min": 1, "h": 60, "d": 24 * 60}
 _WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", re.ASCII)
+#: Slurm's forms that are read as something else by many: ``48:00`` is 48 minutes, ``2-0`` is 2 days.
+_SLURM_MIN_S = re.compile(r"(\d{1,4}):([0-5]\d)", re.ASCII)
+_SLURM_DAYS = re.compile(r"(\d{1,3})-(\d{1,2})(?::(\d{2}))?", re.ASCII)
+_UNLIMITED = {"unlimited", "infinite", "infinity", "inf", "none"}
 #: Of keys in hours: keeps deadlines within what a ``timedelta`` holds.
 MAX_HOURS = 1_000_000
 FORMS = "24h, or a duration like 90min, 2d, 24:00:00 or 2-12:00:00"
@@ -49,9 +53,7 @@ def parse_duration_min(text: str) -> int:
             raise ValueError(f"{text!r} has over 59 minutes or seconds; write {FORMS}")
         minutes = (days * 24 + hours) * 60 + mins + (secs > 0)
     else:
-        seconds = seconds_in(text)
-        meant = format_duration(math.ceil(seconds / 60)) if seconds else FORMS
-        raise ValueError(f"{text!r} is not a duration; write {meant}")
+        raise ValueError(f"{text!r} is not a duration{_duration_remedy(text.strip())}")
     if minutes < 1:
         raise ValueError(f"{text!r} is zero; write at least 1min")
     return minutes
@@ -62,12 +64,27 @@ def format_duration(minutes: int) -> str:
     return f"{minutes // 60}h" if minutes % 60 == 0 else f"{minutes}min"
 
 
+def _duration_remedy(text: str) -> str:
+    if seconds := seconds_in(text):
+        return f"; write {format_duration(math.ceil(seconds / 60))}"
+    if (match := _SLURM_MIN_S.fullmatch(text)) and int(match[1]):
+        minutes = int(match[1]) + (match[2] != "00")
+        return f" (Slurm reads minutes and seconds); write {minutes}min, or {match[1]}:{match[2]}:00"
+    if (match := _SLURM_DAYS.fullmatch(text)) and text.strip("0-:"):
+        days, hours, minutes = (int(part or 0) for part in match.groups())
+        return f"; write {format_duration((days * 24 + hours) * 60 + minutes)}"
+    if text.lower() in _UNLIMITED:
+        return "; take it out: the limit is then the partition's"
+    return f"; write {FORMS}"
+
+
 def seconds_in(text: str) -> float | None:
-    """Return the seconds that ``10 minutes``, ``1.5h`` or ``90s`` mean; None for anything else."""
-    match = _MEASURE.fullmatch(text.strip().lower())
-    if match is None or match[2] not in _SECONDS:
+    """Return the seconds that ``10 minutes``, ``1.5h``, ``1h30m`` or ``90s`` mean; None for anything else."""
+    text = text.strip().lower()
+    measures = [(amount, unit) for amount, unit in _MEASURE.findall(text) if unit in _SECONDS]
+    if not measures or _MEASURE.sub("", text).strip() or len(measures) < len(_MEASURE.findall(text)):
         return None
-    return float(match[1]) * _SECONDS[match[2]]
+    return sum(float(amount) * _SECONDS[unit] for amount, unit in measures)
 
 
 #: ``package.module:factory``, or a class.
@@ -102,6 +119,8 @@ def _duration(value: object) -> object:
     if isinstance(value, str):
         return parse_duration_min(value)
     if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ValueError(f"{value} is not a duration; write {FORMS}")
         meant, other = ("min", "h") if value >= _MANY_HOURS else ("h", "min")
         raise ValueError(f"a bare number has no unit; write {value}{meant}, or {value}{other}")
     raise ValueError(f"needs a duration; write {FORMS}")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from hpc_train.experiment.config.fields import Section
@@ -63,6 +64,8 @@ JOB = "slurm"
 PROGRAM = "program"
 #: The required sections of our trainer's file.
 _TRAINING = ("task", "model", "data", "optimization")
+#: What word processors and chats make of ``--``.
+_DASHES = "‐‑‒–—−"
 #: Sections whose keys other tools and sbatch write at the top level.
 _OF_JOBS = ("slurm", "environment", "sweep", "logging")
 
@@ -141,7 +144,7 @@ def _similar(path: KeyPath, *, any_section: bool = False) -> KeyPath | None:
     elsewhere = [key for key in all_keys() if key[-1] == path[-1]]
     if elsewhere and (len(elsewhere) == 1 or len(path) == 1):
         return elsewhere[0]
-    if close := nearest(str(path[-1]), known_keys(path[:-1])):
+    if close := nearest(str(path[-1]).lower(), known_keys(path[:-1])):
         return (*path[:-1], close)
     return elsewhere[0] if elsewhere and any_section else None
 
@@ -238,6 +241,47 @@ def split_key(text: str) -> KeyPath:
         node = _step(node, path, segments[place:])
         path = (*path, segment)
     return path
+
+
+def divided_override(override: str, rest: list[str]) -> Problem | None:
+    """Return the problem with a word of the command line that is not a whole ``KEY=VALUE``, else None.
+
+    ``rest``: those after it; the ones that belong to it are removed.
+    """
+    key, equals, text = override.partition("=")
+    is_open = sum(map(text.count, "{[")) > sum(map(text.count, "}]"))
+    values = list(takewhile(lambda word: "=" not in word.lstrip("=") and not _is_key(word), rest))
+    if equals and (not values or (text and not is_open)):
+        return None
+    path, remedy = (key,), "write KEY=VALUE"
+    name, colon, value = (part.strip() for part in override.partition(":"))
+    if equals or (values and _is_key(override)):
+        values = values if is_open else values[: 1 + (values[0] == "=")]
+        del rest[: len(values)]
+        joined = " ".join([text, *values]) if is_open else values[-1].lstrip("=")
+        remedy = f"write {shlex.quote(f'{key}={joined}')}"
+    elif colon and value and _is_key(name):
+        remedy = f"write {shlex.quote(f'{name}={value}')}"
+    elif override.startswith("~") and _is_key(override[1:]):
+        remedy = f"write {override[1:]}=null"
+    elif override and override[0] in _DASHES:
+        remedy = f"write --{override.lstrip(_DASHES + '-')}"
+    message = "the shell divides it at the blank" if is_open else "has no value"
+    return Problem(path, message, remedy, code="key.path")
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return bool(split_key(text))
+    except BadKeyError:
+        return False
+
+
+def accepts_null(path: KeyPath) -> bool:
+    """Return True if the key accepts null, or anything; for other keys null means the default."""
+    node = node_at(path)
+    parts = [{}] if node is None else node.get("anyOf", [node])
+    return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
 
 
 def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | None:

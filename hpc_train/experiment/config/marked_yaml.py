@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from yaml.parser import Parser
@@ -32,25 +32,16 @@ from hpc_train.experiment.config.problems import (
     split_at_colon,
     with_blank,
 )
+from hpc_train.experiment.config.scalars import COMMA, reads_as_number, resolve_scalar, with_point
+from hpc_train.redaction import without_credentials
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 64
 #: Keys, items and values of all levels; reading this many takes a second or two.
 MAX_VALUES = 50_000
-#: Python refuses to print or read integers of more than 4300 digits.
-MAX_NUMBER_LENGTH = 100
-
 #: Codes that other modules compare.
 EMPTY = "yaml.empty"
 GIVEN_TWICE = "yaml.given-twice"
-_NULL = {"", "~", "null", "Null", "NULL"}
-_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INT = re.compile(r"[-+]?[0-9]+")
-_OCTAL = re.compile(r"0o[0-7]+")
-_HEX = re.compile(r"0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
-_NAN = {".nan", ".NaN", ".NAN"}
 #: Control characters, line breaks that editors don't count, and lone surrogates.
 FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
@@ -58,8 +49,14 @@ FORBIDDEN = re.compile(
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"\s*([A-Za-z_]\w*)\s*$")
 _BEFORE_BRACE = re.compile(r"\s*([A-Za-z_]\w*) \{")
+#: ``data: name`` before a second colon on the line.
+_TWO_KEYS = re.compile(r"\s*([A-Za-z_]\w*): +([A-Za-z_]\w*)")
+#: A key before what looks like a colon with a blank, but is not: ``lr：0.1``, or a no-break space.
+_ODD_COLON = re.compile(r"([A-Za-z_]\w*)\s*(：\s*|:[^\S\t\n\r ]+)(\S.*)?")
 _EQUALS = re.compile(r"([A-Za-z_][\w.]*)\s*=\s*(\S.*)")
 _LINE_BREAK = re.compile("\r\n|\r|\n")
+#: What follows a key of ``{}`` without a colon.
+_NO_COLON = re.compile(r"\s*[,}]")
 
 #: A part of PyYAML's message → the remedy.
 _REMEDIES = (
@@ -135,28 +132,6 @@ def read_value(text: str) -> tuple[Any, list[Problem]]:
         return _Reading(_checked(text), document).top(), document.problems
     except _UnreadableError as error:
         return None, [*document.problems, error.problem]
-
-
-def resolve_scalar(text: str) -> object:
-    """Return the value of an unquoted scalar in YAML 1.2's core schema. Raises ValueError on huge numbers."""
-    if text in _NULL:
-        return None
-    if text in _BOOL:
-        return _BOOL[text]
-    if _INFINITY.fullmatch(text):
-        return float(text.replace(".", ""))
-    if text in _NAN:
-        return float("nan")
-    for pattern, base in ((_INT, 10), (_OCTAL, 8), (_HEX, 16)):
-        if pattern.fullmatch(text):
-            return int(_bounded(text), base) if base == 10 else int(_bounded(text)[2:], base)
-    return float(_bounded(text)) if _FLOAT.fullmatch(text) else text
-
-
-def _bounded(text: str) -> str:
-    if len(text) > MAX_NUMBER_LENGTH:
-        raise ValueError(f"is a number of more than {MAX_NUMBER_LENGTH} digits")
-    return text
 
 
 def _decoded(content: bytes) -> str:
@@ -289,7 +264,14 @@ class _Reading:
 
     def _mapping(self, path: KeyPath, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
+        before: tuple[KeyPath, yaml.Event] | None = None
+        lone: list[yaml.ScalarEvent] = []
         for event in self.events:
+            if self._is_lone(event):
+                lone.append(event)
+                self._count(next(self.events))
+                continue
+            self._refuse_lone(path, before, lone)
             if isinstance(event, yaml.MappingEndEvent):
                 break
             key = self._key(event, path, depth)
@@ -305,7 +287,43 @@ class _Reading:
             value = self._value(value_event, key_path, depth + 1)
             if key is not None:
                 values[key] = value
+            before, lone = (key_path, value_event), []
         return values
+
+    def _is_lone(self, event: yaml.Event) -> TypeGuard[yaml.ScalarEvent]:
+        """Return True for a key of ``{}`` without a colon; ``name:digits`` and ``name digits`` mean a key."""
+        if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0] or event.anchor is not None:
+            return False
+        has_colon = ":" in event.value or (" " in event.value and "=" not in event.value)
+        return not has_colon and bool(_NO_COLON.match(self.text, _end(event)))
+
+    def _between(self, first: yaml.Event, last: yaml.Event) -> str:
+        start: Any = first.start_mark
+        return self.text[start.index : _end(last)]
+
+    def _refuse_lone(
+        self, path: KeyPath, before: tuple[KeyPath, yaml.Event] | None, lone: list[yaml.ScalarEvent]
+    ) -> None:
+        """Report keys without a value: a comma in ``{}`` ends the value before them."""
+        if not lone:
+            return
+        texts = [event.value for event in lone]
+        first: yaml.ScalarEvent = lone[0]
+        name = f"{shortened(texts[0])} has no value"
+        if equals := _EQUALS.fullmatch(texts[0]):
+            path, remedy = (*path, equals[1]), f"write {equals[1]}: {shortened(equals[2])}"
+        elif before is None and (len(texts) > 1 or reads_as_number(texts[0])):
+            remedy = f"write {_listed(texts)}" + (", or a value after each" if len(texts) > 1 else "")
+        elif before is None:
+            remedy = f"write {shortened(texts[0])}: and its value"
+        elif isinstance(before[1], yaml.ScalarEvent) and before[1].value:
+            path, first = before[0], before[1]
+            text = self._between(first, lone[-1])
+            remedy = f"write {path[-1]}: {_as_one_value(text, [first.value, *texts])}"
+            name = f"{name}: the comma before it ends the value"
+        else:
+            remedy = f"write {shortened(texts[0])}: and its value"
+        self._refuse("yaml.no-value", path, first, name, without_credentials(remedy))
 
     def _key(self, event: yaml.Event, path: KeyPath, depth: int) -> str | None:
         """Return the key; None, with its problem recorded, if it is invalid."""
@@ -323,12 +341,30 @@ class _Reading:
         return None
 
 
+def _end(event: yaml.Event) -> int:
+    mark: Any = event.end_mark
+    return int(mark.index)
+
+
+def _listed(texts: list[str]) -> str:
+    items = [word.strip("()") for word in texts]
+    return shortened(items[0] if len(items) == 1 else f"[{', '.join(items)}]", 200)
+
+
+def _as_one_value(text: str, texts: list[str]) -> str:
+    """Return how to write a value that a comma has divided into ``texts``."""
+    if comma := COMMA.fullmatch(text):
+        return f"{with_point(comma)}, or [{text.replace(',', ', ')}]"
+    are_numbers = all(reads_as_number(word.strip("()")) for word in texts)
+    return _listed(texts) if are_numbers else f'"{shortened(text, 200)}"'
+
+
 def _syntax_error(error: yaml.MarkedYAMLError, text: str) -> _UnreadableError:
     reason = ", ".join(part for part in (error.context, error.problem) if part)
     usual = next(
         (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
     )
-    remedy = _blank_remedy(error, text) or _line_remedy(error, text) or usual
+    remedy = without_credentials(_blank_remedy(error, text) or _line_remedy(error, text) or usual)
     # Without an error before the end of the file a quote or bracket is not closed.
     last_line = len(_LINE_BREAK.split(text.rstrip()))
     is_unclosed = error.context_mark and error.problem_mark and error.problem_mark.line >= last_line
@@ -345,6 +381,15 @@ def _line_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:
         return "write the value itself; variables like ${name} are not filled in"
     above = lines[mark.line - 1] if mark.line else ""
     problem, before = str(error.problem), lines[mark.line][: mark.column]
+    if r"'\t'" in problem and before.strip():
+        return "write a space in place of the tab"
+    if "'<stream end>'" not in problem and lines[mark.line][mark.column :].strip() == ",":
+        return f"take the comma at the end of line {mark.line + 1} out"
+    rest = lines[mark.line][mark.column + 1 :].strip()
+    is_nested = problem.startswith("mapping values are not allowed") and ": " not in rest
+    if is_nested and (two := _TWO_KEYS.fullmatch(before)):
+        value = shortened(rest)
+        return f"write {two[1]}: {{{two[2]}: {value}}}, or put {two[2]}: {value} in quotes if it is text"
     if problem.startswith("expected ',' or '}'") and (key := re.search(r"[\w.]+ ([A-Za-z_]\w*)$", before)):
         return f"put a comma before {key[1]} on line {mark.line + 1}"
     if (
@@ -383,5 +428,10 @@ def _blank_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:
         number = error.problem_mark.line - 1
     else:
         return None
-    unspaced = split_at_colon(lines[number].strip().removeprefix("- ")) if number >= 0 else None
+    line = lines[number].strip(" \t").removeprefix("- ") if number >= 0 else ""
+    if odd := _ODD_COLON.fullmatch(line):
+        character = next(char for char in odd[2] if char not in ": ")
+        written = f"{odd[1]}: {shortened(odd[3] or '')}".strip()
+        return f"write {written} on line {number + 1}, without U+{ord(character):04X}"
+    unspaced = split_at_colon(line.strip())
     return with_blank(*unspaced, where=f" on line {number + 1}") if unspaced else None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from hpc_train.experiment.config.fields import PositiveFloat, Section, pattern
-from hpc_train.experiment.config.marked_yaml import resolve_scalar
+from hpc_train.experiment.config.scalars import resolve_scalar
 from hpc_train.redaction import without_credentials
 
 #: Names that ``{…}`` may have in ``command``, ``args`` and ``env`` → their meaning.

@@ -8,6 +8,7 @@ import re
 from typing import Any, cast
 
 from hpc_train.errors import shortened
+from hpc_train.experiment.config import scalars
 from hpc_train.experiment.config.fields import OWN_PART_PATTERN, seconds_in
 from hpc_train.experiment.config.keys import (
     GRID,
@@ -19,9 +20,9 @@ from hpc_train.experiment.config.keys import (
     members,
     node_at,
 )
-from hpc_train.experiment.config.marked_yaml import read_value, resolve_scalar
+from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.problems import KeyPath, dotted, related, shown, split_at_colon, with_blank
-from hpc_train.experiment.config.synonyms import as_factory, value_for
+from hpc_train.experiment.config.synonyms import as_factory, slurm_request, usual_mode, value_for
 from hpc_train.registry import nearest
 
 #: Keys of sections that people may know by a value alone: ``parallel: fsdp``, ``ema: 0.999``.
@@ -31,9 +32,6 @@ _MAIN_KEYS = (
 )  # fmt: skip
 #: Section → a key without which it is not complete, beside those that the schema requires.
 _ALSO_NEEDED: dict[KeyPath, str] = {("early_stopping",): "patience"}
-#: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
-_FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
-_RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
 #: Key → the remedy for a list, which other tools take.
 _LISTS: dict[KeyPath, str] = {
     ("data", "transform"): "take it out; data.image_size and data.augment transform the images",
@@ -42,10 +40,8 @@ _LISTS: dict[KeyPath, str] = {
 _NUMBERS = {"integer", "number"}
 #: Type of a number → the schema's types that accept it.
 _TYPES = {int: ("integer", "number"), float: ("number",)}
-_GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
-_MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
-#: ``0,1`` or ``50,000``
-_COMMA = re.compile(r"[+-]?(\d+),(\d+)(?:[eE][+-]?\d+)?")
+#: Values that turn a feature off.
+OFF = {"false", "none", "no", "off"}
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
 #: An option of sbatch and its value.
 _OPTION = re.compile(r"--([a-z-]+)(?:[= ]([^\s-]\S*))?")
@@ -54,7 +50,6 @@ _TRUTH = re.compile(r"(yes|on|y|true)\b|(?:no|off|n|false)\b")
 _PATH = re.compile(r"(/|\./|\.\./|~|[A-Za-z]:\\)")
 #: Keys whose value is a size in pixels.
 _SIZES = ("image_size", "eval_size")
-_MAX_CHANNELS = 4
 #: Longer text is not looked through for numbers.
 _LONG = 100
 #: Suffix of a key → its unit, and its seconds if it is of time.
@@ -73,6 +68,8 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"write name: imagefolder, root: {in_flow(shortened(value))}"
     if path == ("checkpoint", "every") and type(value) is int:
         return f"write every_steps: {value} in its place"
+    if isinstance(value, str) and (elsewhere := _remedy_beside(path, value)):
+        return elsewhere
     # ``precision: true`` and ``normalize: true`` are names of values, too.
     meant = value_for(path, path[-1] if value is True else value)
     if meant and types != {"object"}:
@@ -89,11 +86,25 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
         return _remedy_for_values(value)
     if section and types == {"object"}:
         return _remedy_for_section(path, section, value)
-    if path[-1] in _SIZES and (sides := _sides(value)):
+    if path[-1] in _SIZES and (sides := scalars.sides_in(value)):
         return f"write {sides}"
     if isinstance(value, str):
         return in_unit_of(path, value, node) or _remedy_for_text(path, value, node, types)
     return _remedy_for_value(path, value, node, types)
+
+
+def _remedy_beside(path: KeyPath, text: str) -> str | None:
+    """Return the remedy for text that belongs, in whole or in part, to a key beside ``path``."""
+    if path == ("checkpoint", "every") and (seconds := seconds_in(text)):
+        return f"write every_min: {seconds / 60:g} in its place"
+    if path == ("slurm", "gpus_per_node") and (request := slurm_request("gpus_per_node", text, {})):
+        return f"write {in_flow(request)[1:-1]}"
+    if path == ("logging", "wandb", "project") and re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        entity, _, project = text.partition("/")
+        return f"write project: {project}, entity: {entity}"
+    if path[-1] == "warmup_epochs" and (percent := _PERCENT.fullmatch(text.strip())):
+        return f"write a number like {float(percent[1]) * 0.3:g}, which is {percent[1]}% of 30 epochs"
+    return None
 
 
 def _remedy_for_value(path: KeyPath, value: object, node: Node, types: set[object]) -> str:
@@ -109,6 +120,10 @@ def _remedy_for_value(path: KeyPath, value: object, node: Node, types: set[objec
         return f"write {in_flow(inner)}"
     if isinstance(value, list) and len(value) == 1 and fits(node, value[0]):
         return f"write {in_flow(value[0])}"
+    if path[0] == "slurm" and isinstance(value, list) and types == {"string"}:
+        return _remedy_for_text(path, ",".join(map(str, value)), node, types)
+    if path == ("sweep", "list") and isinstance(value, dict):
+        return f"write grid: {shortened(in_flow(value))} in its place"
     if isinstance(value, list) and value and "array" not in types and is_swept(path):
         return _remedy_for_swept(path, value, node)
     if "array" in types and not isinstance(value, list):
@@ -135,14 +150,17 @@ def _remedy_for_swept(path: KeyPath, values: list[Any], node: Node) -> str:
 
 
 def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
-    if value is False:
+    keys = section.get("properties", {})
+    if str(value).lower() in OFF and not any(value_for((*path, key), value) for key in keys):
         return "take it out"
-    if path == ("slurm", "extra") and isinstance(value, str) and (options := _OPTION.findall(value[:_LONG])):
-        return f"write {in_flow({name: resolve_scalar(text) if text else True for name, text in options})}"
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if path == ("slurm", "extra") and (options := _OPTION.findall(text[:_LONG])):
+        extra = {name: scalars.resolve_scalar(word) if word else True for name, word in options}
+        return f"write {in_flow(extra)}"
     if (written := section_like(path, value)) is not None:
         return f"write {shortened(in_flow(written), 200)}"
-    keys = ", ".join(section.get("properties", {}))
-    return "write its keys, like {key: value}" + (f", where key is one of {keys}" if keys else "")
+    names = f", where key is one of {', '.join(keys)}" if keys else ""
+    return f"write its keys, like {{key: value}}{names}"
 
 
 def section_like(path: KeyPath, value: object) -> dict[str, Any] | None:
@@ -152,6 +170,8 @@ def section_like(path: KeyPath, value: object) -> dict[str, Any] | None:
         return completed(path, {})
     if isinstance(value, list):
         return _section_of_list(path, value, keys)
+    if path == ("logging", "mlflow") and isinstance(value, str):
+        return {"tracking_uri" if "://" in value else "experiment": value}
     if path == ("data",) and isinstance(value, str) and _PATH.match(value):
         return {"name": "imagefolder", "root": value}
     meant = {key: value_for((*path, key), value) or value for key in keys}
@@ -167,6 +187,8 @@ def _section_of_list(path: KeyPath, values: list[Any], keys: dict[str, Node]) ->
         return {"list": values}
     if path == GRID and all(isinstance(value, dict) for value in values):
         return {key: [value[key] for value in values if key in value] for value in values for key in value}
+    if len(values) == 1 and isinstance(values[0], dict) and set(values[0]) <= set(keys):
+        return values[0]
     if "name" in keys and values and isinstance(values[0], str):
         return section_like(path, values[0])
     return _section_of_names(values, path, keys)
@@ -190,14 +212,6 @@ def completed(path: KeyPath, section: dict[str, Any]) -> dict[str, Any]:
         missing["mode"] = usual_mode(str((missing | section).get("metric"))) or missing["mode"]
     whole = missing | section
     return {key: whole[key] for key in dict.fromkeys([*needed, *section])}
-
-
-def usual_mode(metric: str) -> str | None:
-    """Return the mode for which a better value of the metric is better, by the words of its name."""
-    words = set(re.split(r"[^a-z0-9]+", metric))
-    if words & _FALLING:
-        return "min"
-    return "max" if words & _RISING else None
 
 
 def fits(node: Node, value: object) -> bool:
@@ -232,10 +246,9 @@ def _value_like(path: KeyPath, node: Node) -> Any:
 
 def _remedy_for_values(values: list[Any]) -> str:
     """Return the distribution to write in place of a list of values."""
-    shown_values = shortened(in_flow(values))
     are_bounds = len(values) == 2 and all(type(each) in {int, float} for each in values)
-    between = f", or {{uniform: {shown_values}}}" if are_bounds else ""
-    return f"write {{choice: {shown_values}}}{between}"
+    choices = shortened(in_flow(values))
+    return f"write {{choice: {choices}}}" + (f", or {{uniform: {choices}}}" if are_bounds else "")
 
 
 def _remedy_for_nested(path: KeyPath, value: dict[str, Any]) -> str:
@@ -275,57 +288,57 @@ def _remedy_for_text(path: KeyPath, value: str, node: Node, types: set[object]) 
     if choices := _choices(node):
         close = nearest(value, choices) or nearest(value.lower(), choices)
         return f"did you mean {close}?" if close else _example(node, types)
-    if types & {"integer", "number"} and _reads_as_number(value):
+    if types & _NUMBERS and scalars.reads_as_number(value):
         return f"write {value} without quotes"
-    if types & {"integer", "number"} and (comma := _COMMA.fullmatch(value)):
-        is_thousands = comma[1] != "0" and len(comma[2]) == 3
-        return f"write {value.replace(',', '' if is_thousands else '.')}"
+    comma = scalars.COMMA.fullmatch(value)
+    if types & _NUMBERS and comma and fits(node, scalars.resolve_scalar(scalars.with_point(comma))):
+        return f"write {scalars.with_point(comma)}"
+    if types & _NUMBERS and len(items := _items(value, {})) > 1 and is_swept(path):
+        return _remedy_for_swept(path, items, node)
+    if types & _NUMBERS and (number := scalars.number_in(value)):
+        number = str(int(float(number))) if float(number).is_integer() and float(number) < _LARGE else number
+        if fits(node, scalars.resolve_scalar(number)):
+            return f"write {number}"
     if "boolean" in types and (truth := _TRUTH.match(value.lower())):
         quotes = " without quotes" if value.lower() in {"true", "false"} else ""
         return f"write {'true' if truth[1] else 'false'}{quotes}"
     if "object" in types and (section := section_like(path, value)):
         return f"write {shortened(in_flow(section), 200)}"
+    if types & _NUMBERS and value.lower() in OFF and "boolean" not in types:
+        return "take it out"
     if "array" in types:
-        return f"write {shortened(in_flow(_items(value)))}"
+        return f"write {shortened(in_flow(_items(value, child(node, 0) or {})))}"
     module, dot, attribute = value.rpartition(".")
     slug = re.sub(r"[^a-z0-9._-]+", "-", value.lower()).strip("-._")
-    if path[0] == "slurm" and _takes_text(node, joined := ",".join(value.split())):
-        return f"write {joined}"
+    if path[0] == "slurm" and _takes_text(node, joined := ",".join(re.findall(r"[^\s,]+", value))):
+        return f"write {in_flow(joined)}"
     if path == ("activation_checkpointing",) and (every := re.search(r"every \d{1,4}", value)):
         return f"write {every[0]}"
     if path == ("name",) and _takes_text(node, slug):
         return f"write {slug}"
     factory = as_factory(value) or (f"{module}:{attribute}" if dot else None)
+    if attribute == "py" and OWN_PART_PATTERN in str(node.get("pattern")):
+        return f"write {as_factory(f'{value}:Name')}, with the name of a class or function in it"
     if factory and OWN_PART_PATTERN in str(node.get("pattern")) and _takes_text(node, factory):
         return f"write {factory}"
     return _example(node, types)
 
 
-def _items(text: str) -> list[object]:
-    """Return the values of ``0.1,0.01``, or the text alone."""
-    return [resolve_scalar(item.strip()) for item in text.strip("()").split(",") if len(item) < _LONG]
-
-
-def _sides(value: object) -> str | None:
-    """Return the sides in pixels of ``224x224`` or ``[3, 224, 224]``."""
-    numbers = [int(number) for number in re.findall(r"\d{1,4}", str(value)[:_LONG])]
-    sides = [number for number in numbers if number > _MAX_CHANNELS] if len(numbers) > 2 else numbers
-    if len(sides) != 2 or not isinstance(value, str | list) or value == sides:
-        return None
-    return str(sides[0] if sides[0] == sides[1] else sides)
+def _items(text: str, node: Node) -> list[Any]:
+    """Return the values of ``0.1,0.01``, ``0..4``, or ``a b`` if no item has a blank; or the text alone."""
+    if numbers := scalars.range_in(text):
+        return numbers
+    items = [
+        scalars.resolve_scalar(item.strip()) for item in text.strip("()").split(",") if len(item) < _LONG
+    ]
+    pieces = text.replace(",", " ").split()
+    are_words = all(_takes_text(node, word) for word in pieces)
+    return list(pieces) if are_words and not all(fits(node, item) for item in items) else items
 
 
 def _takes_text(node: Node, text: str) -> bool:
     texts = [member for member in members(node) if member.get("type") == "string"]
     return not _choices(node) and any(re.search(member.get("pattern", ""), text) for member in texts)
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        value = resolve_scalar(text)
-    except ValueError:
-        return False
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _choices(node: Node) -> list[str]:
@@ -355,16 +368,11 @@ def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
         percent = _PERCENT.fullmatch(text.strip()) if is_share else None
         return f"write {float(percent[1]) / 100:g}" if percent else None
     name, seconds = unit
-    amount = _in_gb(text) if seconds is None else (seconds_in(text) or 0) / seconds
+    amount = scalars.gigabytes(text) if seconds is None else (seconds_in(text) or 0) / seconds
     if not amount:
         return None
     amount = math.ceil(amount) if number["type"] == "integer" else amount
     return f"write {amount:.10g} ({path[-1]} is in {name})"
-
-
-def _in_gb(text: str) -> float | None:
-    match = _MEMORY.fullmatch(text.strip().lower())
-    return float(match[1]) * _GB[match[2]] if match else None
 
 
 def example_of(node: Node) -> str:

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from hpc_train.experiment.config.fields import OWN_PART_PATTERN
 from hpc_train.experiment.config.problems import KeyPath, dotted
+from hpc_train.experiment.config.scalars import gigabytes
 from hpc_train.registry import nearest, parts
 
 #: sbatch option → the equivalent key of the file.
@@ -122,6 +124,8 @@ def argument_for(section: KeyPath, name: str) -> str | None:
 
 def advice_for(path: KeyPath) -> str | None:
     """Return the advice for ``path`` if no key is equivalent."""
+    if key_beside(path):
+        return advice_within(path)
     return advice_within(path) or advice_by_name().get(_plain(path[-1]))
 
 
@@ -138,10 +142,7 @@ def _plain(name: object) -> str:
 _LIBRARIES = ("torch", "nn", "optim", "timm", "transformers", "keras", "tf", "lr_scheduler", "bitsandbytes")
 #: sbatch's forms of a time in minutes: ``90``, ``90:00``.
 _MINUTES = re.compile(r"\d+:\d\d")
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
-#: sbatch's units of memory, in GB.
-_GB = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
-_HUB = re.compile(r"^(hf[-_]hub:|hf:|https?://huggingface\.co/(datasets/)?)")
+_HUB = re.compile(r"^(timm/)?(hf[-_]hub:|hf:|https?://huggingface\.co/(datasets/)?)")
 
 
 def _squeezed(name: str) -> str:
@@ -177,12 +178,57 @@ def overrides_of(path: KeyPath, value: str) -> Iterator[str]:
         *kind, number = value.removeprefix("gpu:").split(":")
         yield f"{key}={number if number.isdigit() or not value.startswith('gpu') else 1}"
         yield from (f"slurm.gpu_type={word}" for word in kind if word != "gpu")
-    elif key == "slurm.mem_gb" and (match := _MEMORY.fullmatch(value)):
-        yield f"{key}={math.ceil(float(match[1]) * _GB[match[2].upper()])}"
+    elif key == "slurm.mem_gb" and (amount := gigabytes(value)):
+        yield f"{key}={math.ceil(amount)}"
     elif key == "slurm.time_limit" and (value.isdigit() or _MINUTES.fullmatch(value)):
         yield f"{key}={int(value.partition(':')[0])}min"
     else:
         yield f"{key}={value_for(path, value) or value}"
+
+
+#: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
+_FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
+_RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
+_GPUS = re.compile(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d{1,3})|([A-Za-z_][\w.-]*):(\d{1,3})", re.ASCII)
+
+
+def slurm_request(name: str, value: object, section: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the keys of ``slurm`` for ``gres: gpu:a100:4``, ``gpu: a100`` or ``mem: 16G``; else None.
+
+    ``section``: the file's, whose GPUs and cores multiply memory per GPU and per core.
+    """
+    name, text = _plain(name), str(value)[:100]
+    if name in ("gres", "gpus", "gpus_per_node") and (match := _GPUS.fullmatch(text)):
+        kind = match[1] or match[3]
+        return {"gpus_per_node": int(match[2] or match[4])} | ({"gpu_type": kind} if kind else {})
+    is_type = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]{1,30}", value)
+    if name in ("gpu", "gpus") and is_type and value not in ("auto", "all", "none"):
+        return {"gpus_per_node": 1, "gpu_type": value}
+    factors = {"mem": [], "mem_per_gpu": ["gpus_per_node"], "mem_per_cpu": ["gpus_per_node", "cpus_per_gpu"]}
+    is_short = text.isdecimal() and len(text) < 4  # GB is meant, although Slurm reads MB
+    amount = gigabytes(f"{text}G" if is_short else text) if name in factors else None
+    if amount is None:
+        return None
+    numbers = [number for key in factors[name] if type(number := section.get(key, 1)) is int]
+    return {"mem_gb": math.ceil(amount * math.prod(numbers))}
+
+
+def usual_mode(metric: str) -> str | None:
+    """Return the mode for which a better value of the metric is better, by the words of its name."""
+    words = set(re.split(r"[^a-z0-9]+", metric))
+    if words & _FALLING:
+        return "min"
+    return "max" if words & _RISING else None
+
+
+def python_of(environment: str) -> str | None:
+    """Return the Python of an environment's folder, or how to find that of a conda environment."""
+    if "/python" in environment or not environment or environment.lower() in ("true", "false", "none"):
+        return None
+    if "/" in environment:
+        return f"{environment.rstrip('/')}/bin/python"
+    path = f"~/miniconda3/envs/{environment}/bin/python"
+    return f"{path}, or the path that `conda run -n {environment} which python` prints"
 
 
 def swept_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -208,16 +254,18 @@ def distribution_of(value: Mapping[str, Any]) -> Any:
 
 
 def without_module(text: str) -> str:
-    """Return ``SGD`` for ``torch.optim.SGD``; other text unchanged."""
+    """Return ``SGD`` for ``torch.optim.SGD`` and ``SGD()``; other text unchanged."""
+    text = text.removesuffix("()")
     module, dot, name = text.rpartition(".")
     return name if dot and module.partition(".")[0] in _LIBRARIES and name.isidentifier() else text
 
 
 def as_factory(name: str) -> str | None:
-    """Return ``models.net:build`` for ``models/net.py:build``; None if no path is before a colon."""
-    path, colon, attr = name.partition(":")
-    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
-    return f"{module}:{attr}" if colon and module != path else None
+    """Return ``nets.a:build`` for ``nets/a.py:build``, ``nets.a::build`` or ``nets.a:build()``; else None."""
+    path, _, attr = name.removesuffix("()").partition(":")
+    module = re.sub(r"^(\.*/)+", "", path).removesuffix(".py").replace("/", ".").replace("-", "_")
+    factory = f"{module}:{attr.removeprefix(':')}"
+    return factory if re.fullmatch(OWN_PART_PATTERN, factory) and factory != name else None
 
 
 def model_name(text: str) -> str | None:

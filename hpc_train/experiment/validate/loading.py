@@ -202,6 +202,8 @@ def instead_of_missing(path: Path) -> str:
             return f"write {path}{suffix}"
     if _is_run(str(path)):
         return f"it is a run: `hpc-train status {path}` shows it, `hpc-train resume {path}` continues it"
+    if "=" in str(path):
+        return f"write the file before {path}"
     if close := nearest(str(path), names):
         return f"did you mean {close}?"
     return "give the path of an experiment file; `hpc-train init` writes one"
@@ -234,33 +236,27 @@ def _overridden(
     """Return the changed data, the key paths given on the command line, and their problems."""
     changed: list[KeyPath] = []
     problems: list[Problem] = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
+    rest = list(overrides)
+    while rest:
+        key, equals, text = (override := rest.pop(0)).partition("=")
         try:
-            if not equals:
-                problem = Problem((override,), "has no value", "write KEY=VALUE", code="key.path")
-                raise keys.BadKeyError(problem)
+            if divided := keys.divided_override(override, rest):
+                raise keys.BadKeyError(divided)
             path = keys.split_key(key)
         except keys.BadKeyError as error:
-            remedy = keys.argument_remedy(key) if keys.PROGRAM in data and equals else error.problem.remedy
+            is_argument = keys.PROGRAM in data and equals and not divided
+            remedy = keys.argument_remedy(key) if is_argument else error.problem.remedy
             problems.append(replace(error.problem, place=COMMAND_LINE, remedy=remedy))
             continue
         value, bad = marked_yaml.read_value(text)
         problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]
-        if value is None and not bad and not _accepts_null(path):
+        if value is None and not bad and not keys.accepts_null(path):
             changed.append(path)
             data = _removed(data, path)
         else:
             changed.append(_first_new(data, path))
             data = keys.replaced(data, path, value)
     return data, changed, problems
-
-
-def _accepts_null(path: KeyPath) -> bool:
-    """Return True if the key accepts null, or anything; for other keys null means the default."""
-    node = keys.node_at(path)
-    parts = [{}] if node is None else node.get("anyOf", [node])
-    return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
 
 
 def _first_new(data: Any, path: KeyPath) -> KeyPath:

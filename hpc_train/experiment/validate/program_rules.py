@@ -7,9 +7,11 @@ import re
 import shlex
 import string
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from hpc_train.errors import shortened
 from hpc_train.experiment.config import program_section
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, one_word
@@ -17,8 +19,12 @@ from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of, tables
 from hpc_train.experiment.validate.base import rule
 from hpc_train.experiment.validate.slurm_rules import max_nodes
+from hpc_train.redaction import names_secret
 from hpc_train.registry import suggestion
 
+_KEY_OR_PASSWORD = re.compile(r"api[_-]?key|passw|passphrase|secret", re.IGNORECASE)
+#: A variable, or characters with a digit or both cases.
+_TOKEN = re.compile(r"\$\S+|(?=.*\d|.*[a-z].*[A-Z]|.*[A-Z].*[a-z])\S+")
 #: Variables of each rank, whose values a command line can't have.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK")
 #: Commands that only a shell has.
@@ -127,6 +133,46 @@ def words_need_no_shell(job: Job) -> Iterator[Problem]:
             return
 
 
+def _options(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield the index, name and value of ``--name=value``, ``name=value`` and ``--name value``."""
+    for index, (word, after) in enumerate(pairwise([*command, "-"])):
+        name, equals, value = word.partition("=")
+        if equals:
+            yield index, name, value
+        elif word.startswith("--") and not after.startswith("-"):
+            yield index + 1, name, after
+
+
+def _is_secret(name: str, value: object, least: int) -> bool:
+    """Return True for a key, a password, or a token of ``least`` characters or more."""
+    if (
+        not isinstance(value, str)
+        or not value
+        or value.startswith(("/", "~", "./"))
+        or not names_secret(name)
+    ):
+        return False
+    is_token = len(value) >= least and _TOKEN.fullmatch(value) is not None
+    return is_token or bool(_KEY_OR_PASSWORD.search(name))
+
+
+@rule("program.secret", "program")
+def secrets_are_not_in_the_file(job: Job) -> Iterator[Problem]:
+    """Neither ``env`` nor an argument has a key or a password: each run folder has a copy of the file."""
+    program = _program(job)
+    texts: list[tuple[KeyPath, str, object, int]] = []
+    texts += [(("program", "env", name), name, value, 8) for name, value in program.env.items()]
+    texts += [(("program", "args", name), name, value, 20) for name, value in program.args.items()]
+    texts += [(("program", "command", i), name, value, 20) for i, name, value in _options(program.command)]
+    for path, name, value, least in texts:
+        if _is_secret(name, value, least):
+            message = (
+                f"{shortened(name.lstrip('-'))} is a secret, and each run folder has a copy of this file"
+            )
+            remedy = "take it out: the program inherits the environment in which `submit` runs"
+            yield Problem(path, message, remedy)
+
+
 @rule("program.expanded", "program")
 def values_need_no_shell(job: Job) -> Iterator[Problem]:
     """No text that the program receives begins a path with ``~`` or names a variable: no shell expands it.
@@ -142,7 +188,7 @@ def values_need_no_shell(job: Job) -> Iterator[Problem]:
             whole = _HOME.sub(_home, text)
             remedy = f"write {one_word(whole)}" if whole != text else "write the path in full"
             yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
-        elif not is_command and (match := _VARIABLE.search(text)):
+        elif not is_command and (match := _VARIABLE.search(text)) and not names_secret(match[0]):
             whole = os.path.expandvars(text)
             remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
             yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)

@@ -12,9 +12,8 @@ from fnmatch import fnmatchcase
 from hpc_train.errors import counted, shortened
 from hpc_train.experiment.config.explanations import args_problems
 from hpc_train.experiment.config.problems import KeyPath, Problem
-from hpc_train.experiment.config.remedies import usual_mode
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.synonyms import value_for
+from hpc_train.experiment.config.synonyms import usual_mode, value_for
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.by_name import (
     data_facts,
