@@ -256,7 +256,7 @@ def intervals_are_numbers(job: Job) -> Iterator[Problem]:
         yield Problem(("checkpoint", "every"), message, "write every_min: 10, or every_steps")
 
 
-@rule("program.ignored-key", "program", "logging.every_steps", "checkpoint.keep_every")
+@rule("program.ignored-key", "program", "logging.every_steps", "checkpoint")
 def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     """No key is given that has no effect on a program."""
     if job.logging.every_steps != LoggingConfig().every_steps:
@@ -265,6 +265,11 @@ def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     if job.checkpoint.keep_every is not None:
         message = "has no effect on a program, whose checkpoints can't be replayed"
         yield Problem(("checkpoint", "keep_every"), message, "take it out, or raise checkpoint.keep")
+    digests = {"digests": job.checkpoint.digests or "off", "parts_every": job.checkpoint.parts_every or "off"}
+    for key, value in digests.items():
+        if value != "off":
+            message = "has no effect on a program, whose steps can't be replayed"
+            yield Problem(("checkpoint", key), message, "take it out")
 
 
 @rule("program.unread-metric", "program.metrics", "checkpoint.best", "early_stopping")
