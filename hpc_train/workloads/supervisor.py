@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,8 @@ _HEARTBEAT_S = 30.0
 _SIGNAL_S = 1.0
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
+#: The beginning of this module's lines in the log.
+_OWN_LINE = "hpc-train: "
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
@@ -139,7 +142,7 @@ class _Supervisor:
             recover_rows(self._job, self._paths, self._number, folder)
             self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
-        print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
+        print(f"{_OWN_LINE}attempt {self._number}: {shlex.join(command)}", flush=True)
         processes.adopt_orphans()
         try:
             child = self._start(command, folder, start.environment())
@@ -286,7 +289,8 @@ class _Supervisor:
         )
         if error := tracebacks.printed_error(text, self._paths.work, lost_a_peer):
             return error
-        last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
+        printed = [line for line in text.splitlines() if line.strip() and not line.startswith(_OWN_LINE)]
+        last = printed[-1] if printed else "it printed nothing"
         return f"the program ended with exit code {code}: {last}"
 
     # The other ranks, the run's files.

@@ -116,6 +116,28 @@ def test_a_missing_script_is_reported_before_queueing(
     assert workload_of(job).missing_code([job], lambda: None) == []
 
 
+@pytest.mark.parametrize(("content", "command", "message"), [
+    (b"echo 1\n", "[./run.sh]", "./run.sh does not begin with #!"),
+    (b"#!/bin/bash\r\necho 1\r\n", "[./run.sh]", "./run.sh has line ends of Windows"),
+    (b"cd x\r\n", "[bash, run.sh]", "run.sh has line ends of Windows"),
+    (b"echo 1\n", "[bash, run.sh]", None),
+    (b"#!/bin/bash\n", "[./run.sh]", None),
+    (b"\x7fELF\0", "[./run.sh]", None),
+])  # fmt: skip
+def test_a_script_that_cannot_be_read_is_reported_before_queueing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, command: str, message: str | None
+) -> None:
+    file = write_program(tmp_path)
+    monkeypatch.chdir(file.parent)
+    Path("run.sh").write_bytes(content)
+    Path("run.sh").chmod(0o700)
+    job = load(file, [f"program.command={command}"]).experiment
+    problems = workload_of(job).missing_code([job], lambda: None)
+    assert [problem.message.partition(", ")[0] for problem in problems] == (
+        [] if message is None else [message]
+    )
+
+
 def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
     source = tmp_path / "m.jsonl"
     metrics = program_metrics(tmp_path, 1, jsonl="m.jsonl")
@@ -228,6 +250,14 @@ def test_a_program_is_hung_after_the_minutes_of_the_file(
     assert not rank._is_hung()
     now[0] += quiet_s
     assert rank._is_hung() == is_hung
+
+
+def test_the_reason_of_a_silent_program_is_its_exit_code(tmp_path: Path) -> None:
+    (log := RunPaths(tmp_path).attempt(1).log(0)).parent.mkdir(parents=True)
+    log.write_text("hpc-train: attempt 1: python train.py\n")
+    job = Program.model_validate({"name": "prog", "program": {"command": ["python"]}})
+    rank = supervisor._Supervisor(RunPaths(tmp_path), 1, job, RankFacts(), StopFlag())
+    assert rank._error_text(3) == "the program ended with exit code 3: it printed nothing"
 
 
 def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:
