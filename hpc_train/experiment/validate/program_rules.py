@@ -17,6 +17,7 @@ from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of, tables
 from hpc_train.experiment.validate.base import rule
 from hpc_train.experiment.validate.slurm_rules import max_nodes
+from hpc_train.redaction import is_secret
 from hpc_train.registry import suggestion
 
 #: Variables of each rank, whose values a command line can't have.
@@ -146,6 +147,17 @@ def values_need_no_shell(job: Job) -> Iterator[Problem]:
             whole = os.path.expandvars(text)
             remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
             yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
+
+
+@rule("program.secret", "program")
+def secrets_are_in_the_environment(job: Job) -> Iterator[Problem]:
+    """No text has a secret: files of the run, its log and lists of processes would show it."""
+    for path, text in _texts(_program(job)):
+        name = str(path[2]) if path[1] in {"args", "env"} else ""
+        if is_secret(name, text):
+            variable = name if path[1] == "env" else "a variable that the script reads"
+            remedy = f"take it out, and export {variable} before `hpc-train submit`"
+            yield Problem(path, "is a secret, which the run's files would show", remedy)
 
 
 @rule("program.starter", "program", "slurm.nodes")
