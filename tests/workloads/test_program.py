@@ -22,7 +22,7 @@ from hpc_train.rank.signals import StopFlag
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads import supervisor
 from hpc_train.workloads.program import ProgramWorkload
-from hpc_train.workloads.program_command import command_of, executable, rendered
+from hpc_train.workloads.program_command import ProgramStart, Rendezvous, command_of, executable, rendered
 from hpc_train.workloads.program_metrics import recover_rows
 from hpc_train.workloads.supervisor import has_stopped
 from tests.workloads.programs import TEXT, program_metrics, send, write_program
@@ -62,6 +62,29 @@ def test_names_in_braces_are_replaced_and_a_resume_adds_its_arguments() -> None:
     words = [torchrun, "--nnodes=2", "{x}", "--seed=7", "--deep", "1"]
     assert command_of(program, values, resumes=False) == words
     assert command_of(program, values, resumes=True) == [*words, "--from", "/runs/x/a"]
+
+
+@pytest.mark.parametrize("per", ["rank", "node", "job"])
+def test_programs_that_start_ranks_meet_at_the_port_of_the_attempt(tmp_path: Path, per: str) -> None:
+    """Else torchrun takes 29500, and a second run on the node fails."""
+    job = Program.model_validate({"name": "prog", "program": {"command": ["torchrun"], "per": per}})
+    meeting = Rendezvous("host", 4321, str(tmp_path))
+    start = ProgramStart(job, RunPaths(tmp_path), 1, RankFacts(), meeting, resumes=False)
+    variables = start.environment()
+    assert (variables["MASTER_PORT"], "RANK" in variables) == ("4321", per == "rank")
+    assert variables.get("PET_MASTER_PORT") == (None if per == "rank" else "4321")
+
+
+def test_relative_places_of_modules_are_those_of_the_folder_of_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program starts in another folder."""
+    monkeypatch.setenv("PYTHONPATH", "/a:src::../b")
+    RunPaths(tmp_path).run.write_text(json.dumps({"code": {"folder": "/home/me/code"}}))
+    job = Program.model_validate({"name": "prog", "program": {"command": ["python"]}})
+    meeting = Rendezvous("host", 4321, str(tmp_path))
+    variables = ProgramStart(job, RunPaths(tmp_path), 1, RankFacts(), meeting, resumes=False).environment()
+    assert variables["PYTHONPATH"] == "/a:/home/me/code/src:/home/me/code/../b"
 
 
 def test_a_file_with_a_program_is_a_job_of_its_own_kind(tmp_path: Path) -> None:
