@@ -39,8 +39,6 @@ _POLL_S = 0.05
 _STOP_LIMIT_S = 60.0
 #: Set by the batch script: the seconds from SIGTERM to Slurm's SIGKILL.
 _GRACE_VARIABLE = "HPC_TRAIN_GRACE_S"
-#: Set by the batch script if Slurm signals all processes of a step, and not only this one.
-_SIGNALS_ALL_VARIABLE = "HPC_TRAIN_SIGNALS_ALL"
 #: Before Slurm's SIGKILL, to record the end: at most this, at most half of the grace. Assumed.
 _RESERVE_S = 5.0
 #: For the program's processes to print their stacks.
@@ -90,9 +88,8 @@ class _Supervisor:
         self._message_time = 0.0
         #: The program, and processes of loggers.
         self._children: set[int] = set()
-        #: Whether the program handles SIGTERM; None before a stop.
-        self._catches_stop: bool | None = None
-        self._started_at = 0.0
+        #: Whether the program handles SIGTERM.
+        self._catches_stop = False
         #: The launcher with which this process would have died, without ending the program's processes.
         self._launcher = processes.outlive_parent()
 
@@ -151,7 +148,6 @@ class _Supervisor:
             child = self._start(command, folder, start.environment())
         except OSError as error:
             raise UserError(f"program.command: {command[0]}: {error.strerror or error}") from error
-        self._started_at = time.monotonic()
         if self._events is not None:
             self._events.note("first_step")  # from here on a stop counts as a preemption of a run that works
         if self._metrics is not None:
@@ -187,7 +183,7 @@ class _Supervisor:
         After a stop the processes below a shell may still save when it has ended.
         """
         kill_at: float | None = None
-        while child.poll() is None or (self._is_stopping(child.returncode) and processes.program_processes()):
+        while child.poll() is None or (kill_at is not None and processes.program_processes()):
             self._beat()
             processes.reap_orphans(self._children)
             if self._flag and kill_at is None:
@@ -207,25 +203,11 @@ class _Supervisor:
         self._finish()
         return code
 
-    def _is_stopping(self, code: int) -> bool:
-        """Return True if a stop was requested before the program ended with this code."""
-        if _signal_of(code) in signals.STOP_SIGNALS and not self._flag:
-            time.sleep(_SIGNAL_S)  # Slurm may signal all processes of a job, one after the other
-        return bool(self._flag)
-
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
-        """Send SIGTERM to the program, unless Slurm has done so, and not to ``tee``: of a shell, to the
-        commands that handle it.
-
-        A second SIGTERM may interrupt a handler that saves, or be meant to end the program at once.
-        """
-        ended = child.returncode is not None
-        commands = processes.program_processes() if ended else processes.awaited_commands(child.pid)
+        """Send SIGTERM to the program; of a shell, to the commands that handle it, and not to ``tee``."""
+        commands = processes.awaited_commands(child.pid)
         handling = [pid for pid in commands if processes.handles(pid, signal.SIGTERM)]
         self._catches_stop = bool(handling)
-        is_early = time.monotonic() - self._started_at < _SIGNAL_S  # it may not have reached the program
-        if self._flag.first == signal.SIGTERM and os.environ.get(_SIGNALS_ALL_VARIABLE) and not is_early:
-            return
         for pid in handling or commands or [child.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -282,7 +264,9 @@ class _Supervisor:
         """Return this rank's exit code for the program's."""
         if code == 0:
             return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
-        if self._is_stopping(code):
+        if _signal_of(code) in signals.STOP_SIGNALS and not self._flag:
+            time.sleep(_SIGNAL_S)  # Slurm signals all processes of a job, one after the other
+        if self._flag:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
         return ExitCode.FAILED
@@ -294,8 +278,6 @@ class _Supervisor:
         """
         if self._attempt.files_of_ranks(".session"):
             return has_stopped(self._attempt)
-        if self._catches_stop is None:  # it has ended before this process could look
-            return bool(self._flag and os.environ.get(_SIGNALS_ALL_VARIABLE))
         return self._catches_stop
 
     def _error_text(self, code: int) -> str:
@@ -384,14 +366,9 @@ def has_stopped(attempt: AttemptPaths) -> bool:
 
 
 def _prepare(supervisor: int) -> Callable[[], None]:
-    """Return the function that the program's process calls before exec.
-
-    SIGUSR2 is ignored unless the program handles it: Slurm may send it to all processes of a job, and
-    torchrun or a shell would end at once, before its ranks have saved. The supervisor then sends SIGTERM.
-    """
+    """Return the function that the program's process calls before exec."""
 
     def prepare() -> None:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
         processes.die_with(supervisor)
 

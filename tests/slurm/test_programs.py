@@ -6,7 +6,6 @@ Faults of whole examples: test_program_examples.py.
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,54 +157,3 @@ def test_a_killed_rank_of_a_program_restarts_in_the_same_job(cluster: Cluster, t
     first, second = records(paths)
     assert first.cause == "crash" and "signal" not in first.events, account(paths)
     assert second.in_place and second.restart == 0, account(paths)
-
-
-#: Its first two attempts record how often they are asked to stop, and take long to save.
-ASKED_SCRIPT = """
-import os, pathlib, signal, sys, time
-
-if os.environ["HPC_TRAIN_ATTEMPT"] == "3":
-    sys.exit()
-count = 0
-def note(number, frame):
-    global count
-    count += 1
-signal.signal(signal.SIGTERM, note)
-print("step 1: loss 1", flush=True)
-while not count:
-    time.sleep(0.05)
-time.sleep(0.0 if "quick" in sys.argv else 2.0)
-with pathlib.Path("asked.txt").open("a") as file:
-    file.write(f"{count} ")
-"""
-ASKED_TEXT = r"""
-name: prog
-program:
-  command: COMMAND
-  metrics: {regex: 'step (?P<step>\d+): loss (?P<loss>\S+)'}
-"""
-ASKED_COMMANDS = ("[python, train.py]", '[bash, -c, "python train.py; true"]', "[python, train.py, quick]")
-
-
-def has_line(log: Path) -> bool:
-    return log.exists() and "step 1" in log.read_text()
-
-
-def test_a_program_is_asked_to_stop_once_and_may_save(cluster: Cluster, tmp_path: Path) -> None:
-    """Though Slurm signals all processes of a job: a shell ends at once, and so would a script at SIGUSR2."""
-    (script := tmp_path / "asked.py").write_text(ASKED_SCRIPT)
-    runs = []
-    for number, command in enumerate(ASKED_COMMANDS):
-        text = ASKED_TEXT.replace("COMMAND", command)
-        runs += submit(tmp_path / str(number), "slurm.nodes=1", text=text, script=script)
-    for attempt, number in enumerate(("USR2", "TERM"), start=1):
-        for paths in runs:
-            log = paths.attempt(attempt).log(0)
-            wait_for(partial(has_line, log), f"step 1 of {log}", LIMIT_S)
-            cluster.run("scancel", f"--signal={number}", job_of(paths))
-        for paths in runs:
-            wait_for_attempt_end(paths, attempt)
-            start_now(cluster, paths)
-    for paths in runs:
-        wait_for_completion(paths)
-        assert (paths.work / "asked.txt").read_text() == "1 1 ", account(paths)
