@@ -33,6 +33,10 @@ _NO_SECRET = {"file", "path", "dir", "name", "type", "id", "url", "uri", "socket
 _MIN_LENGTH = 4
 #: Bytes of a file with credentials that are read.
 _MAX_BYTES = 1 << 20
+#: In names of secrets that are secret in any form.
+_PASSWORD = re.compile(r"api[_-]?key|passw|passphrase|secret", re.IGNORECASE)
+#: Keys that their form tells: of Hugging Face, OpenAI and others, GitHub, AWS.
+_KEY = re.compile(r"\b(hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})\b")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _PARAMETER = re.compile(r"(?<=[?&;])([^=&;#\s]+)=([^&;#\s'\"]*)")
 
@@ -52,6 +56,20 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 def without_credentials(text: str) -> str:
     """Return the text without user, password and secret parameters of its URLs."""
     return _URL.sub(lambda match: _without_parameters(_without_user(match[0])), text)
+
+
+def is_secret(name: str, value: str, least: int = 16) -> bool:
+    """Return True if a file that sets the name to this value contains a secret, by the form of both.
+
+    ``least``: length from which a value of letters and digits is a token, if the name is that of one.
+    """
+    if _KEY.search(value) or re.search(r"://[^/\s:@]+:[^/\s@]+@", value):
+        return True
+    if not names_secret(name) or re.search(r"[\s/{}$]", value):
+        return False
+    if _PASSWORD.search(name):
+        return len(value) >= _MIN_LENGTH
+    return len(value) >= least and bool(re.search(r"\d", value) and re.search(r"[A-Za-z]", value))
 
 
 def open_unredirected(request: Request, timeout_s: float) -> Any:

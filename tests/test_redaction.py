@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.redaction import MARK, redacted
+from hpc_train.redaction import MARK, is_secret, redacted
 
 SECRET = "hunter2"
 
@@ -14,6 +14,23 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.delenv("WANDB_CONFIG_DIR", raising=False)
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("API_KEY", "0123456789abcdef0123", True),
+    ("db_password", "hunter2", True),
+    ("", "--token=hf_abcdefghijklmnopqrstuvwxyzABCDEFGH", True),
+    ("DB", "sql://me:hunter2@host/x", True),
+    ("REPO", "ssh://git@host/x", False),
+    ("API_KEY", "{name}-0123456789abcdef", False),
+    ("MAX_TOKENS", "1000000000000000000", False),
+    ("TOKENIZER", "gpt2-0123456789abcdef", False),
+    ("SORT_KEY", "validation_loss_mean", False),
+    ("TOKEN_FILE", "0123456789abcdef.txt", False),
+    ("HF_TOKEN", "/home/me/token-0123456", False),
+])  # fmt: skip
+def test_a_secret_in_a_file_is_told_by_its_name_and_form(name: str, value: str, expected: bool) -> None:
+    assert is_secret(name, value) == expected
 
 
 @pytest.mark.parametrize(

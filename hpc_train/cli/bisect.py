@@ -21,6 +21,7 @@ from hpc_train.cli.replay_options import BisectOptions
 from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.experiment.config.schema import as_training
 from hpc_train.experiment.plan.input_files import other_inputs
 from hpc_train.report import parted_steps
 from hpc_train.report.parted_steps import Lines, Place, first_step, place, place_text, step_numbers
@@ -92,6 +93,9 @@ def bisect(options: BisectOptions) -> ExitCode:
         ReplayedRun(paths, names[paths], is_new(options.code), python)
         for paths, python in zip(folders, pythons, strict=True)
     ]
+    for run in runs:
+        if run.files.experiment is not None:
+            as_training(run.files.experiment)
     search = _Search(runs, options)
     search.begin()
     if not options.as_json:

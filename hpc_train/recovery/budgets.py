@@ -138,16 +138,23 @@ def may_stay(records: Sequence[AttemptRecord], recovery: Limits, *, has_other_no
 def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, text: str) -> Decision:
     if (starts := num_early_preemptions(records)) > MAX_EARLY_PREEMPTIONS:
         return Decision(False, f"{text}; {starts} starts in a row were preempted before their first step")
-    if not is_idle(records[-1]):
+    repeats, most = num_repeats(records), recovery.max_without_progress
+    if not is_idle(records[-1]) and not repeats:
         return Decision(True, text)
-    spent, most = num_idle(records), recovery.max_without_progress
+    spent = repeats or num_idle(records)
+    why = (
+        f"it began with step {records[-1].first_row} again" if repeats else f"no checkpoint {_since(records)}"
+    )
     if spent <= most:
-        return Decision(True, f"{text}; no progress {spent} of {most}: no checkpoint {_since(records)}")
-    stuck = f"no progress in {counted(spent, 'attempt')}: no checkpoint {_since(records)}"
+        return Decision(True, f"{text}; no progress {spent} of {most}: {why}")
+    stuck = f"no progress in {counted(spent, 'attempt')}: {why}"
     longer = "raise slurm.time_limit"
     if records[-1].requested_limit_s is not None:
         longer = "submit to a partition or QOS that grants the time limit"
-    advice = f"{longer} or write a smaller checkpoint.every_min"
+    more_often = "write a smaller checkpoint.every_min"
+    if repeats:
+        more_often = "have the program save more often and resume (program.resume)"
+    advice = f"{longer} or {more_often}"
     return Decision(False, f"{stuck}; the last one: {records[-1].reason or records[-1].cause}; {advice}")
 
 
@@ -155,7 +162,7 @@ def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
     """Return the remaining limits after one job's attempts."""
     most = recovery.max_preemptions
     preemptions = None if most is None else max(0, most - num_preemptions(records))
-    idle = max(0, recovery.max_without_progress - num_idle(records))
+    idle = max(0, recovery.max_without_progress - (num_repeats(records) or num_idle(records)))
     return Left(max(0, recovery.max_crashes - num_crashes(records)), preemptions, idle)
 
 
@@ -209,6 +216,17 @@ def num_idle(records: Sequence[AttemptRecord]) -> int:
             break
         count += is_idle(record)
     return count
+
+
+def num_repeats(records: Sequence[AttemptRecord]) -> int:
+    """Return the number of consecutive time limits, up to the last, that a program reached from the same step
+    as the time limit before, or from an earlier one: it had saved nothing from which it resumes.
+    """
+    if not records or records[-1].cause != "time limit" or records[-1].first_row is None:
+        return 0
+    limits = [record for record in records if record.cause == "time limit"]
+    begins = [record.first_row for record in limits if record.first_row is not None]
+    return len(list(takewhile(bool, (begins[i] <= begins[i - 1] for i in range(len(begins) - 1, 0, -1)))))
 
 
 def num_early_preemptions(records: Sequence[AttemptRecord]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_train.errors import ExitCode
@@ -17,6 +18,7 @@ from hpc_train.run.attempts import AttemptRecord, exit_codes, newest_number, now
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
 from hpc_train.run.liveness import lives, living, newest_record, silent_s
+from hpc_train.run.metric_rows import rows_from_end
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, run_facts, write_status
 from hpc_train.run.stage_order import waiting_words
@@ -60,6 +62,14 @@ def step_for_budgets(paths: RunPaths, attempt: int) -> int | None:
     return None if step == 0 and run_facts(paths).get("workload") == "program" else step
 
 
+def first_row(paths: RunPaths, attempt: int) -> int | None:
+    """Return the step of the attempt's first row of metrics if its ``step_for_budgets`` is unknown."""
+    if step_for_budgets(paths, attempt) is not None:
+        return None
+    rows = takewhile(lambda row: row.get("attempt") == attempt, rows_from_end(paths.metrics))
+    return min((row["step"] for row in rows), default=None)
+
+
 def diagnose_record(
     paths: RunPaths,
     record: AttemptRecord,
@@ -95,6 +105,7 @@ def ended_unseen(paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis) -
         reason=diagnosis.reason,
         bad_nodes=record.bad_nodes | diagnosis.bad_nodes,
         saved_step=step_for_budgets(paths, record.attempt),
+        first_row=first_row(paths, record.attempt),
     )
 
 

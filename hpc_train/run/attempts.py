@@ -90,6 +90,8 @@ class AttemptRecord:
     bad_nodes: dict[str, str] = field(default_factory=dict)
     #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged it.
     saved_step: int | None = None
+    #: Step of its first row of metrics, for a program that has its own checkpoints; set likewise.
+    first_row: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``attempt.json``."""

@@ -104,11 +104,15 @@ def iter_rows(path: Path) -> Iterator[Row]:
     yield from filter(None, map(parse_row, lines_of(path)))
 
 
+def rows_from_end(path: Path) -> Iterator[Row]:
+    """Yield the rows of the file, the last one first; none if there is no file."""
+    with suppress(FileNotFoundError, UnreadableFileError), open_regular(path) as file:
+        yield from filter(None, (parse_row(line) for _, line in lines_from_end(file)))
+
+
 def newest_row(path: Path) -> Row | None:
     """Return the last row of the file; None without one."""
-    with suppress(FileNotFoundError, UnreadableFileError), open_regular(path) as file:
-        return next(filter(None, (parse_row(line) for _, line in lines_from_end(file))), None)
-    return None
+    return next(rows_from_end(path), None)
 
 
 def evaluation_rows(path: Path) -> Iterator[Row]:

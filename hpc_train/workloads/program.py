@@ -26,6 +26,9 @@ from hpc_train.workloads.program_command import executable
 #: Suffixes of a word of the command that names a file, if the file is not there.
 _SCRIPTS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml")
 
+#: Enough for the first line of a script.
+_HEAD_BYTES = 1 << 12
+
 
 class ProgramWorkload(Workload[Program]):
     """A program of the user's: its data, weights and steps are unknown."""
@@ -56,6 +59,27 @@ def _executable_remedy(name: str) -> str:
     return "install it, or write the path of an executable file"
 
 
+def _script_problem(file: str, *, is_started: bool = True) -> tuple[str, str] | None:
+    """Return why a shell or the kernel can't read a script, and the remedy; None if it can.
+
+    ``is_started``: by its own name, so that the kernel reads its first line.
+    """
+    try:
+        with Path(file).expanduser().open("rb") as script:
+            head = script.read(_HEAD_BYTES)
+    except OSError:
+        return None  # another rule names a file that is missing
+    if b"\0" in head:
+        return None  # a binary
+    first, end, _ = head.partition(b"\n")
+    if end and first.endswith(b"\r"):
+        return f"{file} has line ends of Windows, which no shell reads", rf"run `sed -i 's/\r$//' {file}`"
+    if is_started and not head.startswith(b"#!"):
+        shell = "python" if file.endswith(".py") else "bash"
+        return f"{file} does not begin with #!", f"write command: {listed(f'{shell} {file}')}"
+    return None
+
+
 def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
     name = command[0]
     if "{" not in name and shutil.which(executable(name)) is None:
@@ -63,6 +87,8 @@ def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
         remedy = f"did you mean {close}?" if close else _executable_remedy(name)
         path = ("program", "command", 0)
         yield Problem(path, f"there is no executable {name}", remedy, code="program.executable")
+    elif "/" in name and (problem := _script_problem(name)) is not None:
+        yield Problem(("program", "command", 0), *problem, code="program.executable")
     for index, word in enumerate(command[1:], start=1):
         if word == "-m":  # further words are those of the module
             return
@@ -77,6 +103,8 @@ def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
             )
             message = f"there is no file {word} below this folder"
             yield Problem(("program", "command", index), message, remedy, code="program.file")
+        elif word.endswith(".sh") and (problem := _script_problem(word, is_started=False)) is not None:
+            yield Problem(("program", "command", index), *problem, code="program.file")
         if index == 1 and is_path:
             return  # further words may name files that the script writes
 

@@ -116,7 +116,10 @@ class ProgramStart:
             "MASTER_ADDR": self.meeting.address,
             "MASTER_PORT": self.meeting.port,
         }
-        wandb_id = (read_json(self.paths.run) or {}).get("wandb_id")
+        if program.per != "rank":  # torchrun's own port would be the same for all runs on a node
+            nodes |= {"PET_MASTER_ADDR": self.meeting.address, "PET_MASTER_PORT": self.meeting.port}
+        facts_of_run = read_json(self.paths.run) or {}
+        wandb_id = facts_of_run.get("wandb_id")
         if wandb_id and self.job.logging.wandb is None:  # else the supervisor writes that run
             environment |= {"WANDB_RUN_ID": str(wandb_id), "WANDB_RESUME": "allow"}
         session = {
@@ -130,6 +133,10 @@ class ProgramStart:
         shared = session | nodes | (ranks if program.per == "rank" else {})
         environment |= {name: str(value) for name, value in shared.items()}
         environment.setdefault("PYTHONUNBUFFERED", "1")
+        if places := environment.get("PYTHONPATH"):  # relative to the folder of `submit`, and not to `work`
+            origin = (facts_of_run.get("code") or {}).get("folder") or Path.cwd()
+            entries = [str(Path(origin, place)) for place in places.split(os.pathsep) if place]
+            environment["PYTHONPATH"] = os.pathsep.join(entries)
         if sys.prefix != sys.base_prefix:  # in a shell script python is that of a virtual environment, too
             folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
             environment["PATH"] = os.pathsep.join(folders)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,17 +22,17 @@ from typing import NoReturn
 
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UserError, counted
 from hpc_train.experiment.config.schema import Program
-from hpc_train.paths import AttemptPaths, RunPaths, runs_root
+from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts, node_name
 from hpc_train.recovery.bad_nodes import lost_a_peer
 from hpc_train.run import files, processes, tracebacks
 from hpc_train.run.attempts import EventLog, newest_number, tell_error
-from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
 from hpc_train.workloads.program_command import ProgramStart, Rendezvous
 from hpc_train.workloads.program_metrics import ProgramMetrics, recover_rows
+from hpc_train.workloads.working_folder import make_working_folder
 
 _POLL_S = 0.05
 #: From the stop signal to SIGKILL, for a program that ignores it, if nothing else ends it.
@@ -50,10 +50,8 @@ _HEARTBEAT_S = 30.0
 _SIGNAL_S = 1.0
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
-#: Never linked into the working folder: the repository's own files, caches.
-_SKIPPED = {".git", "__pycache__"}
-#: In the working folder: the name of the snapshot whose files were copied.
-_MARK = ".hpc-train-code"
+#: The beginning of this module's lines in the log.
+_OWN_LINE = "hpc-train: "
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
@@ -110,7 +108,7 @@ class _Supervisor:
         assert self._events is not None
         self._events.note("rank")
         self._write_status("running")
-        folder = make_working_folder(self._paths, self._job.program.outputs)
+        folder = make_working_folder(self._paths, self._job.program)
         listener, hosts = network.listen(os.environ, self._facts.num_nodes, 1)
         with listener:  # the program's first rank takes the port after this
             meeting = Rendezvous(hosts[0], listener.getsockname()[1], str(folder))
@@ -143,7 +141,7 @@ class _Supervisor:
             recover_rows(self._job, self._paths, self._number, folder)
             self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
-        print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
+        print(f"{_OWN_LINE}attempt {self._number}: {shlex.join(command)}", flush=True)
         processes.adopt_orphans()
         try:
             child = self._start(command, folder, start.environment())
@@ -294,7 +292,8 @@ class _Supervisor:
         )
         if error := tracebacks.printed_error(text, self._paths.work, lost_a_peer):
             return error
-        last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
+        printed = [line for line in text.splitlines() if line.strip() and not line.startswith(_OWN_LINE)]
+        last = printed[-1] if printed else "it printed nothing"
         return f"the program ended with exit code {code}: {last}"
 
     # The other ranks, the run's files.
@@ -396,56 +395,3 @@ def _number(variable: str) -> float | None:
     """Return the value of an environment variable that is a positive number, else None."""
     text = os.environ.get(variable, "")
     return float(text) if text.isdecimal() and int(text) else None
-
-
-def make_working_folder(paths: RunPaths, outputs: Sequence[str]) -> Path:
-    """Create or renew ``work`` in the run's folder; return the folder in which the program starts.
-
-    It looks like the folder of ``submit``: files of the run's snapshot are copied, since scripts may change
-    them or write beside them; entries that the snapshot does not have, such as data, are links to the folder
-    of ``submit``. New files and ``outputs`` are the run's own and are kept over attempts, as are files that a
-    program has changed, until another snapshot (`resume --code new`) replaces them.
-    """
-    code, work = snapshot.linked(paths), paths.work
-    start = work / (snapshot.folder_in_tree(code) if code is not None else "")
-    start.mkdir(mode=0o700, parents=True, exist_ok=True)
-    excluded = {start / output for output in outputs}
-    mark = work / _MARK
-    if code is not None and (not mark.is_file() or mark.read_text(encoding="utf-8") != code.name):
-        _copy_files(code / snapshot.TREE, work, excluded)
-        files.write_text(mark, code.name)
-    origin = ((files.read_json(paths.run) or {}).get("code") or {}).get("folder")
-    if isinstance(origin, str):
-        _link_entries(Path(origin), start, excluded)
-    for output in excluded:
-        # A name with a suffix is a file: its folder is made.
-        (output.parent if output.suffix else output).mkdir(parents=True, exist_ok=True)
-    return start
-
-
-def _copy_files(tree: Path, work: Path, excluded: set[Path]) -> None:
-    for parent, folders, names in os.walk(tree):
-        target = work / Path(parent).relative_to(tree)
-        folders[:] = [name for name in folders if name not in _SKIPPED and target / name not in excluded]
-        target.mkdir(exist_ok=True)
-        for name in names:
-            copy = target / name
-            if copy in excluded:
-                continue
-            copy.unlink(missing_ok=True)
-            shutil.copy2(Path(parent, name), copy, follow_symlinks=False)
-            if not copy.is_symlink():
-                copy.chmod(copy.stat().st_mode | 0o600)
-
-
-def _link_entries(origin: Path, folder: Path, excluded: set[Path]) -> None:
-    """Link the entries that the snapshot does not have; folders that both have are merged."""
-    with suppress(OSError), os.scandir(origin) as entries:
-        for entry in entries:
-            target = folder / entry.name
-            if entry.name in _SKIPPED or target in excluded or Path(entry.path) == runs_root():
-                continue
-            if not os.path.lexists(target):
-                target.symlink_to(entry.path)
-            elif entry.is_dir(follow_symlinks=False) and target.is_dir() and not target.is_symlink():
-                _link_entries(Path(entry.path), target, excluded)

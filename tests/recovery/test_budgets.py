@@ -21,6 +21,7 @@ from hpc_train.recovery.budgets import (
     left,
     may_stay,
     num_early_preemptions,
+    num_repeats,
     spent_budget,
 )
 from hpc_train.run.attempts import AttemptRecord
@@ -126,6 +127,32 @@ def test_two_attempts_without_progress_come_back_and_the_third_fails(idle: Attem
     assert found.reason.startswith("no progress in 3 attempts: no checkpoint beyond step 40; ")
     assert found.reason.endswith("raise slurm.time_limit or write a smaller checkpoint.every_min")
     assert left([idle] * 3, DEFAULTS) == Left(3, None, 0)
+
+
+@pytest.mark.parametrize(("begins", "number"), [
+    ([1], 0), ([1, 1], 1), ([1, 1, 1, 1], 3), ([1, 501, 501], 1), ([1, 501, 1], 1), ([1, 1, 501], 0),
+    ([1, None], 0), ([None, 1, "preemption", 1], 1),
+])  # fmt: skip
+def test_a_program_that_begins_again_at_each_time_limit_is_not_requeued_forever(
+    begins: list[Any], number: int
+) -> None:
+    """Its own checkpoints are unknown, but not where its metrics begin."""
+    ends = [
+        attempt("preemption", saved=None, first_row=1)
+        if begin == "preemption"
+        else attempt("time limit", saved=None, first_row=begin)
+        for begin in begins
+    ]
+    decision = decide(ends, DEFAULTS)
+    assert (num_repeats(ends), decision.comes_back) == (number, number <= 2)
+    assert left(ends, DEFAULTS).without_progress_left == max(0, 2 - number)
+    words = f"no progress {number} of 2: it began with step {begins[-1]} again"
+    assert decision.reason.partition("; ")[2] == (words if 0 < number <= 2 else "") or number > 2
+    if number > 2:
+        assert decision.reason.startswith(
+            "no progress in 3 attempts: it began with step 1 again; the last one"
+        )
+        assert decision.reason.endswith("have the program save more often and resume (program.resume)")
 
 
 def test_nothing_saved_at_all_is_reported() -> None:

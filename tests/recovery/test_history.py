@@ -14,13 +14,13 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery import history
 from hpc_train.recovery.budgets import ResolvedLimits
 from hpc_train.recovery.diagnosis import Diagnosis
-from hpc_train.recovery.history import current_status, effective_recovery, ended_unseen
+from hpc_train.recovery.history import current_status, effective_recovery, ended_unseen, first_row
 from hpc_train.run.attempts import claim_attempt
 from hpc_train.run.create import effective_experiment, note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.run.runs import change_facts, change_record, record_of, small_run
+from tests.run.runs import change_facts, change_record, record_of, small_run, write_rows
 
 RUNNING = RunStatus("running", 5, 10, 0.5, 1)
 
@@ -131,3 +131,13 @@ def test_a_lost_attempt_ended_when_its_last_file_was_written(run: RunPaths) -> N
     record = record_of(attempt)
     ended = ended_unseen(run, record, Diagnosis("lost", "launcher died"))
     assert ended.end == "1970-01-01T00:33:20+00:00"
+
+
+@pytest.mark.parametrize(("workload", "step"), [("program", 5), ("training", None)])
+def test_the_first_row_of_an_attempt_shows_where_a_program_began(
+    run: RunPaths, workload: str, step: int | None
+) -> None:
+    change_facts(run, workload=workload)
+    rows = [{"split": "train", "step": at, "attempt": number} for number, at in ((1, 3), (2, 5), (2, 6))]
+    write_rows(run, rows)
+    assert (first_row(run, 2), first_row(run, 3)) == (step, None)

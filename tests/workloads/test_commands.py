@@ -62,6 +62,8 @@ COMMANDS = [
     ("export DONE -o w.safetensors", 2, "a program of yours writes its weights itself"),
     ("evaluate DONE", 65, ONLY_OUR_TRAINER),
     ("predict DONE -o p.csv", 65, ONLY_OUR_TRAINER),
+    ("replay DONE --step 2", 65, ONLY_OUR_TRAINER),
+    ("bisect DONE FAILED", 65, ONLY_OUR_TRAINER),
     ("clean SWEEP -y", 0, ""),
     ("rm FAILED -y", 0, ""),
 ]

@@ -22,7 +22,7 @@ from hpc_train.rank.signals import StopFlag
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads import supervisor
 from hpc_train.workloads.program import ProgramWorkload
-from hpc_train.workloads.program_command import command_of, executable, rendered
+from hpc_train.workloads.program_command import ProgramStart, Rendezvous, command_of, executable, rendered
 from hpc_train.workloads.program_metrics import recover_rows
 from hpc_train.workloads.supervisor import has_stopped
 from tests.workloads.programs import TEXT, program_metrics, send, write_program
@@ -62,6 +62,29 @@ def test_names_in_braces_are_replaced_and_a_resume_adds_its_arguments() -> None:
     words = [torchrun, "--nnodes=2", "{x}", "--seed=7", "--deep", "1"]
     assert command_of(program, values, resumes=False) == words
     assert command_of(program, values, resumes=True) == [*words, "--from", "/runs/x/a"]
+
+
+@pytest.mark.parametrize("per", ["rank", "node", "job"])
+def test_programs_that_start_ranks_meet_at_the_port_of_the_attempt(tmp_path: Path, per: str) -> None:
+    """Else torchrun takes 29500, and a second run on the node fails."""
+    job = Program.model_validate({"name": "prog", "program": {"command": ["torchrun"], "per": per}})
+    meeting = Rendezvous("host", 4321, str(tmp_path))
+    start = ProgramStart(job, RunPaths(tmp_path), 1, RankFacts(), meeting, resumes=False)
+    variables = start.environment()
+    assert (variables["MASTER_PORT"], "RANK" in variables) == ("4321", per == "rank")
+    assert variables.get("PET_MASTER_PORT") == (None if per == "rank" else "4321")
+
+
+def test_relative_places_of_modules_are_those_of_the_folder_of_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program starts in another folder."""
+    monkeypatch.setenv("PYTHONPATH", "/a:src::../b")
+    RunPaths(tmp_path).run.write_text(json.dumps({"code": {"folder": "/home/me/code"}}))
+    job = Program.model_validate({"name": "prog", "program": {"command": ["python"]}})
+    meeting = Rendezvous("host", 4321, str(tmp_path))
+    variables = ProgramStart(job, RunPaths(tmp_path), 1, RankFacts(), meeting, resumes=False).environment()
+    assert variables["PYTHONPATH"] == "/a:/home/me/code/src:/home/me/code/../b"
 
 
 def test_a_file_with_a_program_is_a_job_of_its_own_kind(tmp_path: Path) -> None:
@@ -114,6 +137,28 @@ def test_a_missing_script_is_reported_before_queueing(
     assert problem.path == ("program", "command", 0) and "torchrun" in problem.remedy
     job = load(file, ["program.command=[python, -m, train, out.json]"]).experiment
     assert workload_of(job).missing_code([job], lambda: None) == []
+
+
+@pytest.mark.parametrize(("content", "command", "message"), [
+    (b"echo 1\n", "[./run.sh]", "./run.sh does not begin with #!"),
+    (b"#!/bin/bash\r\necho 1\r\n", "[./run.sh]", "./run.sh has line ends of Windows"),
+    (b"cd x\r\n", "[bash, run.sh]", "run.sh has line ends of Windows"),
+    (b"echo 1\n", "[bash, run.sh]", None),
+    (b"#!/bin/bash\n", "[./run.sh]", None),
+    (b"\x7fELF\0", "[./run.sh]", None),
+])  # fmt: skip
+def test_a_script_that_cannot_be_read_is_reported_before_queueing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, command: str, message: str | None
+) -> None:
+    file = write_program(tmp_path)
+    monkeypatch.chdir(file.parent)
+    Path("run.sh").write_bytes(content)
+    Path("run.sh").chmod(0o700)
+    job = load(file, [f"program.command={command}"]).experiment
+    problems = workload_of(job).missing_code([job], lambda: None)
+    assert [problem.message.partition(", ")[0] for problem in problems] == (
+        [] if message is None else [message]
+    )
 
 
 def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
@@ -234,6 +279,14 @@ def test_a_program_is_hung_after_the_minutes_of_the_file(
         now[0] += pause_s
         found.append(rank._is_hung())
     assert found == [False] * (len(looks_s) - 1) + [is_hung]
+
+
+def test_the_reason_of_a_silent_program_is_its_exit_code(tmp_path: Path) -> None:
+    (log := RunPaths(tmp_path).attempt(1).log(0)).parent.mkdir(parents=True)
+    log.write_text("hpc-train: attempt 1: python train.py\n")
+    job = Program.model_validate({"name": "prog", "program": {"command": ["python"]}})
+    rank = supervisor._Supervisor(RunPaths(tmp_path), 1, job, RankFacts(), StopFlag())
+    assert rank._error_text(3) == "the program ended with exit code 3: it printed nothing"
 
 
 def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:

@@ -205,7 +205,8 @@ class ProgramConfig(Section):
     """Environment variables of the program. Secrets belong into the environment of ``submit``."""
     outputs: Annotated[list[_RelativePath], BeforeValidator(_as_outputs)] = []
     """Folders or files that the program writes, such as ``out``: each run has its own, kept over attempts.
-    Other entries of the folder of ``submit`` are shared by all runs."""
+    The folders of ``resume.if_exists`` and ``metrics.jsonl`` count as well. Other entries of the folder of
+    ``submit`` are shared by all runs."""
     resume: Annotated[ResumeConfig | None, BeforeValidator(_as_resume)] = None
     """Arguments for a script that continues from its own checkpoint. Default: it gets the same arguments in
     each attempt."""

@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from hpc_train.errors import shortened
 from hpc_train.experiment.config import program_section
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, one_word
@@ -19,12 +18,9 @@ from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of, tables
 from hpc_train.experiment.validate.base import rule
 from hpc_train.experiment.validate.slurm_rules import max_nodes
-from hpc_train.redaction import names_secret
+from hpc_train.redaction import is_secret, names_secret
 from hpc_train.registry import suggestion
 
-_KEY_OR_PASSWORD = re.compile(r"api[_-]?key|passw|passphrase|secret", re.IGNORECASE)
-#: A variable, or characters with a digit or both cases.
-_TOKEN = re.compile(r"\$\S+|(?=.*\d|.*[a-z].*[A-Z]|.*[A-Z].*[a-z])\S+")
 #: Variables of each rank, whose values a command line can't have.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK")
 #: Commands that only a shell has.
@@ -133,44 +129,29 @@ def words_need_no_shell(job: Job) -> Iterator[Problem]:
             return
 
 
-def _options(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield the index, name and value of ``--name=value``, ``name=value`` and ``--name value``."""
+def _options(command: Sequence[str]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the places of values, as in ``--name=value``, ``name=value`` and ``--name value``, and names."""
     for index, (word, after) in enumerate(pairwise([*command, "-"])):
-        name, equals, value = word.partition("=")
+        name, equals, _ = word.partition("=")
         if equals:
-            yield index, name, value
+            yield ("program", "command", index), name
         elif word.startswith("--") and not after.startswith("-"):
-            yield index + 1, name, after
-
-
-def _is_secret(name: str, value: object, least: int) -> bool:
-    """Return True for a key, a password, or a token of ``least`` characters or more."""
-    if (
-        not isinstance(value, str)
-        or not value
-        or value.startswith(("/", "~", "./"))
-        or not names_secret(name)
-    ):
-        return False
-    is_token = len(value) >= least and _TOKEN.fullmatch(value) is not None
-    return is_token or bool(_KEY_OR_PASSWORD.search(name))
+            yield ("program", "command", index + 1), name
 
 
 @rule("program.secret", "program")
-def secrets_are_not_in_the_file(job: Job) -> Iterator[Problem]:
-    """Neither ``env`` nor an argument has a key or a password: each run folder has a copy of the file."""
+def secrets_are_in_the_environment(job: Job) -> Iterator[Problem]:
+    """No text has a key, a token or a password: each run folder has a copy of the file."""
     program = _program(job)
-    texts: list[tuple[KeyPath, str, object, int]] = []
-    texts += [(("program", "env", name), name, value, 8) for name, value in program.env.items()]
-    texts += [(("program", "args", name), name, value, 20) for name, value in program.args.items()]
-    texts += [(("program", "command", i), name, value, 20) for i, name, value in _options(program.command)]
-    for path, name, value, least in texts:
-        if _is_secret(name, value, least):
-            message = (
-                f"{shortened(name.lstrip('-'))} is a secret, and each run folder has a copy of this file"
-            )
-            remedy = "take it out: the program inherits the environment in which `submit` runs"
-            yield Problem(path, message, remedy)
+    named = dict(_options(program.command))
+    for path, text in _texts(program):
+        is_env = path[1] == "env"
+        name = named.get(path, "") if path[1] == "command" else str(path[2])
+        value = text.partition("=")[2] if text.startswith(f"{name}=") else text
+        if is_secret(name, value, least=8 if is_env else 16):
+            variable = name if is_env else "a variable that the script reads"
+            message = "is a secret, and each run folder has a copy of this file"
+            yield Problem(path, message, f"take it out, and export {variable} before `hpc-train submit`")
 
 
 @rule("program.expanded", "program")
@@ -188,9 +169,11 @@ def values_need_no_shell(job: Job) -> Iterator[Problem]:
             whole = _HOME.sub(_home, text)
             remedy = f"write {one_word(whole)}" if whole != text else "write the path in full"
             yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
-        elif not is_command and (match := _VARIABLE.search(text)) and not names_secret(match[0]):
+        elif not is_command and (match := _VARIABLE.search(text)):
             whole = os.path.expandvars(text)
             remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
+            if names_secret(match[0]):
+                remedy = "take it out: the program inherits the environment in which `submit` runs"
             yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
 
 
@@ -302,7 +285,7 @@ def intervals_are_numbers(job: Job) -> Iterator[Problem]:
         yield Problem(("checkpoint", "every"), message, "write every_min: 10, or every_steps")
 
 
-@rule("program.ignored-key", "program", "logging.every_steps", "checkpoint.keep_every")
+@rule("program.ignored-key", "program", "logging.every_steps", "checkpoint")
 def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     """No key is given that has no effect on a program."""
     if job.logging.every_steps != LoggingConfig().every_steps:
@@ -311,6 +294,11 @@ def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     if job.checkpoint.keep_every is not None:
         message = "has no effect on a program, whose checkpoints can't be replayed"
         yield Problem(("checkpoint", "keep_every"), message, "take it out, or raise checkpoint.keep")
+    digests = {"digests": job.checkpoint.digests or "off", "parts_every": job.checkpoint.parts_every or "off"}
+    for key, value in digests.items():
+        if value != "off":
+            message = "has no effect on a program, whose steps can't be replayed"
+            yield Problem(("checkpoint", key), message, "take it out")
 
 
 @rule("program.unread-metric", "program.metrics", "checkpoint.best", "early_stopping")

@@ -32,7 +32,7 @@ from hpc_train.launchers.slurm.evidence import Diagnosis, Facts
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import Stop, one_line, stopped_by_signal
-from hpc_train.recovery.history import effective_recovery, records, step_for_budgets
+from hpc_train.recovery.history import effective_recovery, first_row, records, step_for_budgets
 from hpc_train.run import attempts, evaluation_jobs, resource_limits
 from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -283,6 +283,7 @@ def _ended_record(
         ),
         bad_nodes=diagnosis.bad_nodes,
         saved_step=step_for_budgets(paths, record.attempt),
+        first_row=first_row(paths, record.attempt),
     )
 
 

@@ -24,6 +24,12 @@ from hpc_train.errors import UsageError
 MAX_FILE_MB = 16
 MAX_TOTAL_MB = 64
 MAX_FILES = 20_000
+#: Without git: the suffixes of code and of its settings; JSON may also be data.
+CODE_SUFFIXES = (
+    ".py", ".pyi", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg",
+    ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp",
+)  # fmt: skip
+MAX_SETTINGS_MB = 1
 #: Number of entries after which a walk without git gives up.
 _MAX_WALKED = 200_000
 _MB = 1 << 20
@@ -170,7 +176,9 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
-    """Yield ``*.py`` and ``*.yaml``, without hidden folders and installed packages."""
+    """Yield files with ``CODE_SUFFIXES``, and small ``*.json`` beside them, without hidden folders and
+    installed packages.
+    """
     num_seen = 0
     for folder, subfolders, names in os.walk(root):
         if folder != str(root) and ("pyvenv.cfg" in names or "conda-meta" in subfolders):
@@ -185,7 +193,10 @@ def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
         inner = PurePosixPath(os.path.relpath(folder, root))
         inner_names = sorted(set(subfolders) - {*NO_CODE, "site-packages"})
         subfolders[:] = [name for name in inner_names if name[0] != "." and str(inner / name) not in outside]
-        yield from (str(inner / name) for name in sorted(names) if name.endswith((".py", ".yaml")))
+        code = [name for name in names if name.endswith(CODE_SUFFIXES)]
+        settings = [name for name in names if code and name.endswith(".json")]
+        small = [name for name in settings if _size(Path(folder, name)) <= MAX_SETTINGS_MB * _MB]
+        yield from (str(inner / name) for name in sorted(code + small))
 
 
 def _look_at(selection: Selection, paths: Iterable[str]) -> None:
@@ -248,6 +259,11 @@ def _lstat(path: Path) -> os.stat_result | None:
         return path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _size(path: Path) -> int:
+    seen = _lstat(path)
+    return 0 if seen is None else seen.st_size
 
 
 def _top(path: str) -> str:

@@ -71,7 +71,6 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
         inspected.inspect_masks("train", files.train, more_masks_s)
     return [
         *source.notices,
-        *inspected.shared(),
         *inspected.losses(),
         *inspected.masks(data, whole_only=not more_masks_s),
     ]
@@ -102,7 +101,7 @@ def batch_notices(batches: Sequence[Batch], info: DataInfo, data: DataConfig) ->
             "and standard deviation are applied to bytes only; return bytes, or apply them in data.transform "
             "or the data set"
         )
-    elif data.normalize is None and any(getattr(each, "dtype", None) == torch.uint8 for each in others):
+    elif data.normalize is None and any(getattr(inputs, "dtype", None) == torch.uint8 for inputs in others):
         key = "data" if data.transform is None else "data.transform"
         yield (
             f"{key}: training images are floats of {low:.3g} to {high:.3g}, which count as normalized, "
@@ -120,8 +119,8 @@ class _Inspection:
         #: Number in a mask with a palette → its color.
         self._colors: dict[int, list[int]] = {}
         self._num_files = 0
-        #: By split: the hashes of the inspected files.
-        self._hashes: dict[str, list[str]] = {"train": [], "val": []}
+        #: Of the contents of inspected training files.
+        self._train_hashes: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
@@ -139,11 +138,13 @@ class _Inspection:
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
             try:
                 content, target = split.file_content(index)
-                self._hashes[name].append(xxhash.xxh3_128_hexdigest(content))
                 if not decoding.is_decoded(content):
                     self._inspect_file(split, index, content)
-                    if name == "val":
-                        self._compare_with_train(images.sample_path(split, index), content)
+                    digest = xxhash.xxh3_128_hexdigest(content)
+                    if name == "train":
+                        self._train_hashes.add(digest)
+                    elif digest in self._train_hashes or self._is_in_train(split, index, content):
+                        self._note("shared", str(images.sample_path(split, index) or f"sample {index}"))
             except Exception:  # any error of a source or Pillow: reading the sample reports it
                 continue
             self._add_mask(name, split, index, target)
@@ -178,15 +179,6 @@ class _Inspection:
 
     def _absent(self, name: str) -> list[int]:
         return sorted(set(range(self._info.num_classes)).difference(self._classes(name)))
-
-    def shared(self) -> Iterator[str]:
-        """Yield a line if inspected validation files have the content of inspected training files."""
-        train, val = set(self._hashes["train"]), self._hashes["val"]
-        if count := sum(digest in train for digest in val):
-            yield (
-                f"data: {count} of the {len(val)} inspected validation files are copies of an inspected "
-                "training file, and measure nothing new"
-            )
 
     def losses(self) -> Iterator[str]:
         """Yield one line per kind of loss."""
@@ -283,18 +275,18 @@ class _Inspection:
         colors = {number: palette[3 * number : 3 * number + 3] for number in numbers}
         return all(self._colors.setdefault(number, color) == color for number, color in colors.items())
 
-    def _compare_with_train(self, path: Path | None, content: bytes | bytearray) -> None:
-        """Note a validation image that is a link into train, or that train contains with the same name."""
+    def _is_in_train(self, split: Any, index: int, content: bytes | bytearray) -> bool:
+        """Return True if the sample is a link into train, or train contains it with the same name."""
+        path = images.sample_path(split, index)
         if self._root is None or path is None:
-            return
+            return False
         train, (_, *inner) = self._root / "train", path.relative_to(self._root).parts
         same = train.joinpath(*inner)
-        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(train)) or (
-            same.is_file()
-            and same.stat().st_size == len(content)
-            and images.image_content(os.fspath(same)) == content
-        ):
-            self._note("shared", str(path))
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(train)):
+            return True
+        if not same.is_file() or same.stat().st_size != len(content):
+            return False
+        return images.image_content(os.fspath(same)) == content
 
     def _note(self, kind: str, name: str) -> None:
         self._counts[kind] += 1

@@ -91,11 +91,15 @@ def test_a_submodule_that_is_not_checked_out_is_nothing(tmp_path: Path) -> None:
     assert files(tree) == {"a.py"}
 
 
-def test_without_git_python_and_yaml_files_below_the_folder_count(tmp_path: Path) -> None:
+def test_without_git_code_and_its_settings_below_the_folder_count(tmp_path: Path) -> None:
+    """A shell script or a file of DeepSpeed's settings is edited like code, while jobs wait."""
     write(tmp_path, "a.py", "b.yaml", "c.txt", ".hidden/d.py", "x/e.py", "runs/f.py", "x/data/g.py")
+    write(tmp_path, "run.sh", "e.yml", "p.toml", "op.cu", "x/ds.json", "boxes/1.json", "x/api_key.json")
+    (tmp_path / "large.json").write_bytes(bytes((1 << 20) + 1))
     write(tmp_path, "v/pyvenv.cfg", "v/h.py", "node_modules/i.py", "__pycache__/j.py")
     found = select(tmp_path, [tmp_path / "runs", Path("x/data")])
-    assert set(found.files) == {"a.py", "b.yaml", "x/e.py"}
+    settings = {"run.sh", "e.yml", "p.toml", "op.cu", "x/ds.json"}
+    assert set(found.files) == {"a.py", "b.yaml", "x/e.py"} | settings
     assert (found.root, found.cwd) == (tmp_path, "")
 
 
