@@ -215,10 +215,10 @@ def slurm_request(name: str, value: object, section: Mapping[str, Any]) -> dict[
 
 def usual_mode(metric: str) -> str | None:
     """Return the mode for which a better value of the metric is better, by the words of its name."""
-    parts = set(re.split(r"[^a-z0-9]+", metric))
-    if parts & _FALLING:
+    terms = set(re.split(r"[^a-z0-9]+", metric))
+    if terms & _FALLING:
         return "min"
-    return "max" if parts & _RISING else None
+    return "max" if terms & _RISING else None
 
 
 def python_of(environment: str) -> str | None:

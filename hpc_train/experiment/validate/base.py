@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import cast
 
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, Problem, related
+from hpc_train.experiment.config.program_section import one_word
 from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.redaction import names_secret
+
+#: A variable of a shell.
+VARIABLE = re.compile(r"\$(?:[A-Z][A-Z0-9_]*\b|\{[A-Z][A-Z0-9_]*\})")
 
 #: A rule yields its problems, or returns one or None. One that reads only keys of ``Job`` accepts any job.
 Find = Callable[[Experiment], Iterator[Problem] | Problem | None]
@@ -54,3 +61,15 @@ def rule(code: str, *reads: str, looks_up_names: bool = False) -> Callable[[Find
         return find
 
     return register
+
+
+def unexpanded(path: KeyPath, text: str) -> Problem | None:
+    """Return the problem with a text that contains a variable of a shell, which nothing expands."""
+    match = VARIABLE.search(text)
+    if match is None:
+        return None
+    whole = os.path.expandvars(text)
+    remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
+    if names_secret(match[0]):
+        remedy = "take it out: the program inherits the environment in which `submit` runs"
+    return Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import string
@@ -16,9 +15,9 @@ from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, one_word
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of, tables
-from hpc_train.experiment.validate.base import rule
+from hpc_train.experiment.validate.base import VARIABLE, rule, unexpanded
 from hpc_train.experiment.validate.slurm_rules import max_nodes
-from hpc_train.redaction import is_secret, names_secret
+from hpc_train.redaction import is_secret
 from hpc_train.registry import suggestion
 
 #: Variables of each rank, whose values a command line can't have.
@@ -28,7 +27,6 @@ _BUILTINS = {"cd", "source", ".", "export", "module", "set", "ulimit", "umask", 
 _SHELLS = {"bash", "sh", "zsh"}
 #: A home folder at the beginning of a path, also after ``--data=``.
 _HOME = re.compile(r"(?:^|(?<==))~[\w.-]*(?=/|$)")
-_VARIABLE = re.compile(r"\$(?:[A-Z][A-Z0-9_]*\b|\{[A-Z][A-Z0-9_]*\})")
 #: Programs that start the ranks of a node → options for several nodes, without which each node trains alone.
 _RENDEZVOUS = {
     "--nnodes": "--nnodes={nodes}",
@@ -80,7 +78,7 @@ def names_in_braces_exist(job: Job) -> Iterator[Problem]:
     """A name in braces is one of ``PLACEHOLDERS``."""
     for path, text in _texts(_program(job)):
         try:
-            parts = string.Formatter().parse(_VARIABLE.sub("", text))
+            parts = string.Formatter().parse(VARIABLE.sub("", text))
             fields = [field for _, field, _, _ in parts if field is not None]
         except ValueError as error:
             yield Problem(path, f"{text!r}: {error}", "write {{ and }} for braces that belong to the text")
@@ -169,12 +167,8 @@ def values_need_no_shell(job: Job) -> Iterator[Problem]:
             whole = _HOME.sub(_home, text)
             remedy = f"write {one_word(whole)}" if whole != text else "write the path in full"
             yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
-        elif not is_command and (match := _VARIABLE.search(text)):
-            whole = os.path.expandvars(text)
-            remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
-            if names_secret(match[0]):
-                remedy = "take it out: the program inherits the environment in which `submit` runs"
-            yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
+        elif not is_command and (problem := unexpanded(path, text)):
+            yield problem
 
 
 @rule("program.starter", "program", "slurm.nodes")

@@ -32,9 +32,11 @@ from hpc_train.experiment.validate import (  # noqa: F401 (they register their r
     sweep_rules,
     task_rules,
 )
-from hpc_train.experiment.validate.base import RULES, Rule, rule
+from hpc_train.experiment.validate.base import RULES, Rule, rule, unexpanded
 from hpc_train.experiment.validate.compatibility import auto_on_cpu, uneven_sync_batchnorm
 from hpc_train.experiment.validate.layer_rules import problems_of_layers
+from hpc_train.paths import expanded
+from hpc_train.registry import is_factory
 
 
 def unused_without_queue(job: Job, *, is_local: bool) -> list[Problem]:
@@ -268,6 +270,20 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, "has a control character or line break", "take it out")
         elif text == "":
             yield Problem(path, "is empty", "write a path, or take the key out")
+
+
+_PATHS = ("data.root", "data.cache", "model.pretrained", "model.init_from")
+
+
+@rule("path.variable", *_PATHS, "data.name")
+def paths_contain_no_variables(experiment: Experiment) -> Iterator[Problem]:
+    """Paths are used as they are, except for ``~``; a data set of the user's own may expand its root."""
+    for key in _PATHS:
+        text = attrgetter(key)(experiment)
+        if not isinstance(text, str) or (key == "data.root" and is_factory(experiment.data.name)):
+            continue
+        if (problem := unexpanded(tuple(key.split(".")), text)) and not expanded(text).exists():
+            yield problem
 
 
 @rule("weights.not-a-file", "model.pretrained")
