@@ -35,6 +35,17 @@ def test_slurm_options_of_the_launcher_are_refused(tmp_path: Path, option: str) 
         assert code_and_key(line) == ("slurm.extra-option", f"slurm.extra.{written}")
 
 
+def test_a_variable_in_a_path_is_answered_with_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_HERE", f"{tmp_path}/data")
+    (line,) = problems_of(tmp_path, GOOD, "data.root=$DATA_HERE/a")
+    assert line.endswith(f"$DATA_HERE is for a shell, and none reads it; write {tmp_path}/data/a")
+    literal = tmp_path / "$DATA_HERE"
+    literal.mkdir()
+    assert not problems_of(tmp_path, GOOD, f"data.root={literal}")
+
+
 @pytest.mark.parametrize("option", sorted(set(SBATCH_KEYS) - {"gres", *MEMORY_SHARES}))
 def test_slurm_options_with_a_key_name_it(tmp_path: Path, option: str) -> None:
     (line,) = problems_of(tmp_path, GOOD, f"slurm.extra.{option}=1")
