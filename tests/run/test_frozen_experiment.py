@@ -22,6 +22,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampl
     ]
 )  # fmt: skip
 FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+SHARES = st.floats(0, 1, exclude_min=True)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -46,8 +47,8 @@ EXPERIMENTS = st.fixed_dictionaries(
             optional={
                 "normalize": st.fixed_dictionaries(
                     {
-                        "mean": st.lists(FLOATS, min_size=2, max_size=2),
-                        "std": st.lists(FLOATS, min_size=2, max_size=2),
+                        "mean": st.lists(SHARES, min_size=2, max_size=2),
+                        "std": st.lists(SHARES, min_size=2, max_size=2),
                     }
                 ),
                 "augment": optional(hflip=st.floats(0, 1), randaugment=optional(num_ops=st.integers(1, 8))),

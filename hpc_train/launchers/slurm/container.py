@@ -28,8 +28,7 @@ from hpc_train.launchers.slurm.profiles import Profile
 #: - Slurm signals each process of the step. podman starts crun to pass a signal on; where the next one ends
 #:   this crun, as SIGTERM after SIGCONT, podman passes on no more and may end itself (4.3, observed). So the
 #:   shell outlives the signals and passes them on as well, follows the container where podman has left it,
-#:   and ends as the rank did. ``attach`` fails if the container has just ended; ``podman wait`` still has its
-#:   exit code.
+#:   and ends as the rank did, or by the signal if the rank ended just before ``attach``, which then fails.
 #: - A wait that a signal interrupts does not return the process's code, a second one does, or 127, or -1
 #:   (bash 5.2, observed).
 _PODMAN = """
@@ -61,15 +60,14 @@ follow() {
 for name in INT TERM USR2; do
   trap "podman kill --signal $name $container > /dev/null 2>&1" $name;
 done;
-in_background run --interactive --name "$container" "${options[@]}" "$@";
+in_background run --rm --interactive --name "$container" "${options[@]}" "$@";
 follow;
-if [ "$code" -gt 128 ]; then
-  while [ "$(podman ps --quiet --filter "name=$container")" ]; do
-    in_background attach --no-stdin "$container";
-    follow;
-  done;
-  left=$(podman wait "$container" 2> /dev/null) && code=${left:-$code};
-fi;
+while [ "$code" -gt 128 ] && [ "$(podman ps --quiet --filter "name=$container")" ]; do
+  left=$code;
+  in_background attach --no-stdin "$container";
+  follow;
+  case $code in 125|255) code=$left ;; esac;
+done;
 trap - INT TERM USR2;
 [ "$code" -le 128 ] || kill -"$((code - 128))" $$;
 exit $code

@@ -414,8 +414,7 @@ case $1 in
     echo $! > pid; until [ -e ready ]; do sleep 0.05; done; kill -TERM $PPID $$; sleep 60 ;;
   kill) [ "$2 $3" = "--signal TERM" ] && kill -TERM "$(< pid)" ;;
   ps) [ -e left ] || echo 0123abcd; touch left ;;
-  attach) until [ -e code ]; do sleep 0.05; done; exit 125 ;;
-  wait) cat code ;;
+  attach) until [ -e code ]; do sleep 0.05; done; exit {attached} ;;
 esac
 """
 PYXIS = f'[ "$*" = --help ] && echo "  --container-image=IMAGE" && exit\n{SRUN}'
@@ -478,23 +477,25 @@ def test_ranks_run_in_podman_with_the_variables_of_the_job(
     assert done.returncode == 0, done.stderr
     assert int((tmp_path / "code").read_text()) == (128 - ended_by if ended_by < 0 else code)
     call, *_ = programs.calls("podman")
-    assert call.startswith("run --interactive --name hpc-train-7-0-")
+    assert call.startswith("run --rm --interactive --name hpc-train-7-0-")
     assert " --env TOKEN " in call and "secret" not in call and "LD_LIBRARY_PATH" not in call
     assert f" --workdir {Path.cwd()} --rootfs {tmp_path}/image:O {shutil.which('python3')} -I -S " in call
     assert "nvidia.com" not in call
 
 
+@pytest.mark.parametrize(("attached", "code"), [(75, 75), (125, 128 + 15)], ids=["followed", "ended before"])
 def test_a_rank_that_podman_leaves_at_a_signal_gets_it_and_is_followed(
-    tmp_path: Path, programs: Programs
+    tmp_path: Path, programs: Programs, attached: int, code: int
 ) -> None:
     folder = tmp_path / "podman"
     folder.mkdir()
-    programs.put("podman", LEAVING_PODMAN.format(folder=folder))
+    programs.put("podman", LEAVING_PODMAN.format(folder=folder, attached=attached))
     programs.put("srun", f"{SRUN.replace('exec ', '')}echo $? > {tmp_path}/code")
     (tmp_path / "image").mkdir()
     done = run(in_container(tmp_path, image=f"{tmp_path}/image", runtime="podman"), programs)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "code").read_text() == "75\n", done.stderr
+    assert (folder / "code").read_text() == "75\n", "the rank got the signal"
+    assert int((tmp_path / "code").read_text()) == code, done.stderr
 
 
 def test_podman_gets_the_gpus_of_a_job_that_requests_some(tmp_path: Path) -> None:
