@@ -95,7 +95,7 @@ def _pair(name: str, result: Any) -> tuple[Any, Any]:
     train, val = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     for split in (train, *([] if val is None else [val])):
         is_readable = isinstance(split, ArraySplit) or hasattr(split, "__getitem__")
-        # torch's stream has a ``__getitem__`` that raises NotImplementedError.
+        # An IterableDataset inherits ``__getitem__``, which only raises.
         is_other = isinstance(split, (tuple, dict, IterableDataset))
         is_split = hasattr(split, "__len__") and is_readable and not is_other
         if not is_split:

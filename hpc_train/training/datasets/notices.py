@@ -69,11 +69,7 @@ def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 
             inspected.inspect(name, split)
     if isinstance(files.train, FileSplit) and more_masks_s:
         inspected.inspect_masks("train", files.train, more_masks_s)
-    return [
-        *source.notices,
-        *inspected.losses(),
-        *inspected.masks(data, whole_only=not more_masks_s),
-    ]
+    return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
 
 
 def batch_notices(batches: Sequence[Batch], info: DataInfo, data: DataConfig) -> Iterator[str]:

@@ -128,7 +128,7 @@ class TokenizerFile:
         # The file may have been saved after a call with truncation or padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Random merges, which a training loop of tokenizers draws anew in each epoch.
+        # BPE dropout skips merges at random; shards are written once, so all epochs would have the same ones.
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
         # A document may contain the name of a special token, such as </s>.
