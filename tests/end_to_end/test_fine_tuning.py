@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import committed
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
@@ -18,6 +19,7 @@ from tests.end_to_end.runs import (
     hpc_train,
     kill_everything,
     start,
+    wait_for,
     write_experiment,
 )
 
@@ -67,6 +69,7 @@ def test_a_fine_tuning_run_is_resumed_without_its_source(tmp_path: Path) -> None
         process = start("submit", write_experiment(other), *TUNED, hold.override, *local, **there)
         hold.wait(process)
         killed = run_of(other, "tuned")
+        wait_for(lambda: bool(committed(killed)), "a checkpoint")
         kill_everything(process, killed)
     process.communicate()
     shutil.rmtree(other / "runs" / "pre")
