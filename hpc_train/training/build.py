@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hpc_train.errors import ExitCode, printable
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.run import checkpoints, evaluation_jobs, metric_rows, weight_source
 from hpc_train.run.digests import DigestWriter, StepDigest
@@ -31,8 +30,7 @@ from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
-from hpc_train.training.flops import FlopCount, FlopRates
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.loop import AutoInterval, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
@@ -164,12 +162,13 @@ def _go_back(run: TrainingRun, start: Position, back: non_finite.RollbackError) 
 
 
 def _checkpointer(run: TrainingRun, train_state: TrainState) -> Checkpointer:
-    rank, place = run.rank, (run.rank.facts.rank, run.rank.facts.world_size)
+    rank = run.rank
     return Checkpointer(
         run.paths,
         rank.attempt if run.stretch is None else checkpoints.newest_attempt(run.paths),
         train_state.strategy,
-        *place,
+        rank.facts.rank,
+        rank.facts.world_size,
         rank.group.control,
         keep=rank.experiment.checkpoint.keep,
         keep_every=rank.experiment.checkpoint.keep_every,
@@ -188,14 +187,15 @@ def _trainer(
     recorder = _spike_recorder(run, training, None if acts else rule)
     digests = _observer(run, train_state, recorder)
     meters = _meters(run, digests)
-    observers, verification = [] if digests is None else [digests], None
+    observers = [] if digests is None else [digests]
+    verification = None
     if config.recovery.verify_every_steps is not None and run.stretch is None:
         steps = range(start.position.step, run.last_step)
         verification = Verification(rank, train_state, checkpointer.ranks, training, steps, start)
         observers.insert(0, verification)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(compiling.watched(config.compile, _on_compilation(rank, status)))
-    on_batch = on_first_batch(run, _count_flops(run, train_state, task, start.position.step, stack))
+    on_batch = on_first_batch(run, train_state, task, start.position.step, stack)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
     forward = _forward(run, train_state, task, progress, observers)
     rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
@@ -204,7 +204,8 @@ def _trainer(
     if status is not None:
         status.best = selection.shown_best
     guard = _guard(rank, train_state, start, rule if acts else None, recorder)
-    run.interval = run.interval or (None if run.stretch else AutoInterval.of(rank))
+    if run.interval is None and run.stretch is None:
+        run.interval = AutoInterval.of(rank)
     return Trainer(
         state=train_state,
         forward=forward,
@@ -357,30 +358,11 @@ def _meters(run: TrainingRun, observer: StepObserver | None) -> Meters:
         StepTimes(
             config.optimization.global_batch_size,
             run.source.info.sequence_length,
-            rates=run.flops.row if run.flops else None,
+            rates=run.rates,
         ),
         run.rank.device,
         observer if isinstance(observer, StepDigests) else None,
     )
-
-
-def _count_flops(
-    run: TrainingRun, train_state: TrainState, task: Task, step: int, stack: ExitStack
-) -> Callable[[Batch], None]:
-    """Return a callback that starts counting the first micro-batch's FLOPs, once per attempt, on rank 0 only.
-
-    ``step``: the step that training continues from. A row has rates only if the attempt has an earlier row.
-    """
-    rank, every = run.rank, run.rank.experiment.logging.every_steps
-    has_rates = run.batches.total_steps // every - step // every > 1
-    if train_state.without_weights is None or run.flops is not None or not has_rates:
-        return lambda batch: None
-    to_input = make_to_input(rank.experiment, run.source.info, torch.device("meta"), rank.precision)
-    count = FlopCount(train_state.without_weights, task, to_input)
-    name = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else ""
-    run.flops = FlopRates(count, rank.facts.world_size, peak_tflops(name, rank.precision.name))
-    stack.callback(count.close)
-    return count.start
 
 
 def _profiler(run: TrainingRun, meters: Meters, stack: ExitStack) -> StepProfiler | None:

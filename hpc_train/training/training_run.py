@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+
+import torch
 
 from hpc_train.errors import printable
 from hpc_train.experiment.config.training_sections import ProfileConfig
+from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
+from hpc_train.loggers.base import Row
 from hpc_train.loggers.metrics_writer import MetricsWriter, start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs, files
@@ -24,12 +28,14 @@ from hpc_train.training.datasets.skipping import BadSamples, too_many
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles
-from hpc_train.training.flops import FlopRates
+from hpc_train.training.flops import FlopCount, FlopRates
+from hpc_train.training.forward import make_to_input
 from hpc_train.training.loop import AutoInterval, BadSampleCount
 from hpc_train.training.models.preprocessing import normalized_otherwise
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import DigestFiles, digest_files
+from hpc_train.training.tasks.base import Task
 from hpc_train.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -84,6 +90,10 @@ class TrainingRun:
     def last_step(self) -> int:
         """The step after which training ends."""
         return self.batches.total_steps if self.stretch is None else self.stretch.end
+
+    def rates(self, samples_per_s: float) -> Row:
+        """Return the columns of a row about FLOPs that are known so far."""
+        return {} if self.flops is None else self.flops.row(samples_per_s)
 
 
 def begin_record(run: TrainingRun, step: int) -> None:
@@ -159,13 +169,38 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
     )
 
 
-def on_first_batch(run: TrainingRun, count_flops: Callable[[Batch], None]) -> Callable[[Batch], None]:
-    """Return a callback for this rank's first micro-batch, on the CPU; rank 0 warns of unfit images."""
+def on_first_batch(
+    run: TrainingRun, train_state: TrainState, task: Task, step: int, stack: ExitStack
+) -> Callable[[Batch], None]:
+    """Return a callback for the first micro-batch from ``step`` on, which is on the CPU.
+
+    Rank 0 warns of unfit images and counts the FLOPs; closing ``stack`` ends the count.
+    """
+    count = _flop_count(run, train_state, task, step)
+    if count is not None:
+        stack.callback(count.close)
 
     def on_batch(batch: Batch) -> None:
-        count_flops(batch)
+        if count is not None:
+            count.start(batch)
         if run.rank.is_first:
             for notice in batch_notices([batch], run.source.info, run.rank.experiment.data):
                 _log.warning("%s", notice)
 
     return on_batch
+
+
+def _flop_count(run: TrainingRun, train_state: TrainState, task: Task, step: int) -> FlopCount | None:
+    """Return the FLOP count of a micro-batch, once per attempt, on rank 0; None if no row would show it.
+
+    A row has rates only if the attempt has an earlier row.
+    """
+    rank, every = run.rank, run.rank.experiment.logging.every_steps
+    has_rates = run.batches.total_steps // every - step // every > 1
+    if train_state.without_weights is None or run.flops is not None or not has_rates:
+        return None
+    to_input = make_to_input(rank.experiment, run.source.info, torch.device("meta"), rank.precision)
+    count = FlopCount(train_state.without_weights, task, to_input)
+    name = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else ""
+    run.flops = FlopRates(count, rank.facts.world_size, peak_tflops(name, rank.precision.name))
+    return count

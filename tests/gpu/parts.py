@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.end_to_end.parts import Net
+from tests.waiting import HANG_LIMIT_S, came_true
 
 
 class Hungry(Net):
@@ -29,6 +31,24 @@ class Hungry(Net):
 
 def hungry(num_classes: int, sample_bytes: int, dropout: float = 0.0, pause_s: float = 0.0) -> nn.Module:
     return Hungry(num_classes, sample_bytes, dropout, pause_s)
+
+
+class Counted(Hungry):
+    """Waits, in each step but the first, for the child process that counts the FLOPs of the first."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, sample_bytes=1 << 20, dropout=0.0, pause_s=0.0)
+        self.has_begun = False
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        if self.has_begun:
+            assert came_true(lambda: not multiprocessing.active_children(), HANG_LIMIT_S)
+        self.has_begun = self.training and images_BCHW.device.type != "meta"
+        return super().forward(images_BCHW)
+
+
+def counted(num_classes: int) -> nn.Module:
+    return Counted(num_classes)
 
 
 class OutOfRange(Net):

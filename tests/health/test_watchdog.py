@@ -285,6 +285,7 @@ def test_the_connecting_librarys_interface_is_named(tmp_path: Path, monkeypatch:
         return own.verdict().text.split("profile: ")[1].split(";")[0]
 
     monkeypatch.setattr(backends, "uses_nccl2", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert named("connecting devices") == "network_interface (GLOO_SOCKET_IFNAME)"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert named("connecting") == "network_interface (GLOO_SOCKET_IFNAME)"

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hpc_train.experiment.validate.model_rules import GPTArgs
+from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.datasets.types import Batch, map_tensors
 from hpc_train.training.distributed.forking import ForkedCall
 from hpc_train.training.flops import FlopCount, FlopRates, count_flops, without_weights
 from hpc_train.training.models.gpt import GPT
+from tests.end_to_end.runs import submit
 from tests.ranks import run_ranks
 from tests.waiting import HANG_LIMIT_S
 
@@ -236,3 +238,12 @@ def test_rates_are_per_device_and_of_the_peak() -> None:
     count._per_sample = 2e12
     assert FlopRates(count, num_devices=4).row(8.0) == {"tflops_per_s": 4.0}
     assert FlopRates(count, num_devices=4, peak_tflops=16.0).row(8.0) == {"tflops_per_s": 4.0, "mfu": 0.25}
+
+
+@pytest.mark.slow
+def test_rows_of_a_run_have_the_rate_once_it_is_known(tmp_path: Path) -> None:
+    steps = ("optimization.steps=4", "optimization.schedule={name: constant}", "evaluation=null")
+    overrides = ("model={name: tests.gpu.parts:counted}", "data.workers=0", *steps)
+    paths = submit(tmp_path, *overrides, devices=1)
+    measured = [row for row in iter_rows(paths.metrics) if row["split"] == "train"][1:]
+    assert len(measured) == 3 and all(row["tflops_per_s"] > 0 for row in measured)
