@@ -29,7 +29,7 @@ OPTIONS: dict[str, type[Any]] = {}
 
 #: click's errors about the words of a command line, and those about an option's value.
 _UNPARSED, _INVALID = {"UsageError", "NoSuchOption", "MissingParameter"}, "BadParameter"
-_NEWEST = re.compile(r"-([1-9]\d*)\Z")
+_NEWEST = re.compile(r"\A-([1-9]\d*)\Z")
 
 
 #: Names of the positional parameters that are runs.

@@ -221,9 +221,10 @@ def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses,
         say_text(outcome.details)  # first, since the disk may be full for all else
         _write_end(request.paths, request.attempt, outcome)
     saved_step = step_for_budgets(request.paths, request.attempt)
-    ended = record.ended(ranks.exit_codes(), outcome.reason)
-    ended = replace(ended, cause=outcome.cause, saved_step=saved_step)
-    write_record(request.paths.attempt(request.attempt), ended)
+    attempt = request.paths.attempt(request.attempt)
+    measured = read_record(attempt) or record  # by rank 0
+    ended = measured.ended(ranks.exit_codes(), outcome.reason)
+    write_record(attempt, replace(ended, cause=outcome.cause, saved_step=saved_step))
 
 
 def _write_end(paths: RunPaths, attempt: int, outcome: Outcome) -> None:

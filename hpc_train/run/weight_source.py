@@ -1,6 +1,7 @@
 """``model.init_from``: the file, or the run's checkpoint, whose weights a run starts from.
 
-Resolved once, when a run is created: ``run.json`` has the path and a fingerprint, and ranks read that path.
+Resolved once, when a run is created: ``run.json`` has the path and a fingerprint, and ranks read that path. A
+file of ``model.pretrained`` is compared likewise; a checkpoint of the run replaces both.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from typing import Any
 from hpc_train.errors import BadFileError, UsageError, shortened
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import WEIGHT_FILES
-from hpc_train.experiment.plan.input_files import file_fingerprint
+from hpc_train.experiment.plan.input_files import WEIGHTS, file_fingerprint, other_inputs
 from hpc_train.paths import CheckpointPaths, RunPaths, expanded
 from hpc_train.run.checkpoints import find_step
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 
 KEY = "model.init_from"
+_CHANGED = (
+    "{}: {} is not what it was when the run was created, or is gone; put it back, or submit the file again "
+    "with --new"
+)
 
 
 def find_source(text: str) -> Path:
@@ -68,19 +73,38 @@ def fingerprint(source: Path) -> dict[str, str]:
 
 
 def pinned(paths: RunPaths, experiment: Experiment) -> Experiment:
-    """Return the experiment with ``init_from`` as at its creation. Raises BadFileError if that changed."""
+    """Return the experiment with ``init_from`` as at its creation.
+
+    Raises BadFileError if that, or the file of ``pretrained``, has changed.
+    """
     run = read_json(paths.run) or {}
-    source = run.get("init_from")
+    source, inputs = run.get("init_from"), run.get("inputs") or {}
+    weights = experiment.model.pretrained
+    if isinstance(weights, str) and WEIGHTS in inputs:
+        now = file_fingerprint(str(expanded(weights)))
+        if not now or other_inputs(inputs, {WEIGHTS: now}):
+            raise BadFileError(_CHANGED.format(WEIGHTS, weights))
     if experiment.model.init_from is None or not isinstance(source, str):
         return experiment
-    then = (run.get("inputs") or {}).get(KEY)
-    if not Path(source).exists() or fingerprint(Path(source)) != then:
+    if not Path(source).exists() or fingerprint(Path(source)) != inputs.get(KEY):
         raise BadFileError(
-            f"{KEY}: {source} is not what it was when the run was created, or is gone; put it back, or "
-            "submit the file again with --new (checkpoints of a run that still trains are removed: "
+            f"{_CHANGED.format(KEY, source)} (checkpoints of a run that still trains are removed: "
             "`hpc-train export` keeps one)"
         )
     return with_source(experiment, source)
+
+
+def reads_files(experiment: Experiment) -> bool:
+    """Return True if the model's initial weights come from ``init_from`` or a file of ``pretrained``."""
+    return experiment.model.init_from is not None or isinstance(experiment.model.pretrained, str)
+
+
+def without_files(experiment: Experiment) -> Experiment:
+    """Return a copy that reads no file of weights: a checkpoint replaces them, and they may be gone."""
+    if not isinstance(experiment.model.pretrained, str):
+        return with_source(experiment, None)
+    files = {"init_from": None, "pretrained": False}
+    return experiment.model_copy(update={"model": experiment.model.model_copy(update=files)})
 
 
 def with_source(experiment: Experiment, source: str | None) -> Experiment:

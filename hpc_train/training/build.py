@@ -68,9 +68,13 @@ def train(rank: Rank) -> ExitCode:
                 free_memory(rank)
         if run.metrics_writer is not None:
             run.metrics_writer.state = "completed" if is_done else "failed"
+        if run.profiler is not None and not run.profiler.has_begun:
+            _log.warning("no profile: the attempt ended before its step %d", run.profiler.after_steps)
     finally:
         if run.metrics_writer is not None:
             run.metrics_writer.close()
+        if run.flops is not None:
+            run.flops.count.close()
         for file in (run.digests, run.spikes):
             if file is not None:
                 file.close()
@@ -136,20 +140,22 @@ def _train_once(run: TrainingRun) -> bool | None:
             return None
         if trainer.status is not None and is_done:
             trainer.status.write("completed", trainer.step, trainer.selection.reason)
+        if run.metrics_writer is not None and is_done:
+            run.metrics_writer.committed(trainer.step)  # the last evaluation may have no save after it
     return is_done
 
 
 def _to_build(run: TrainingRun) -> Experiment:
-    """Return the experiment to build; without ``model.init_from`` once a checkpoint replaces those weights.
+    """Return the experiment to build; without files of weights once a checkpoint replaces them.
 
     Collective: rank 0 decides, since ranks may see different files on a network disk.
     """
     rank = run.rank
-    if rank.experiment.model.init_from is None:
+    if not weight_source.reads_files(rank.experiment):
         return rank.experiment
     has_weights = bool(checkpoints.committed(run.paths)) if run.stretch is None else run.stretch.begin > 0
     if Agreement(rank.group, rank.flag).rank_0_says(has_weights):
-        return weight_source.with_source(rank.experiment, None)
+        return weight_source.without_files(rank.experiment)
     return weight_source.pinned(run.paths, rank.experiment)
 
 
@@ -195,7 +201,7 @@ def _trainer(
         observers.insert(0, verification)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(compiling.watched(config.compile, _on_compilation(rank, status)))
-    on_batch = on_first_batch(run, train_state, task, start.position.step, stack)
+    on_batch = on_first_batch(run, train_state, task, start.position.step)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
     forward = _forward(run, train_state, task, progress, observers)
     rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
@@ -369,10 +375,11 @@ def _profiler(run: TrainingRun, meters: Meters, stack: ExitStack) -> StepProfile
     """Return the profiler on rank 0 if it is requested; closing ``stack`` writes the profile."""
     rank, stretch = run.rank, run.stretch
     config = rank.experiment.profile if stretch is None else stretch.profile
-    if config is None or not rank.is_first:
+    if config is None or not rank.is_first or (run.profiler is not None and run.profiler.has_begun):
         return None
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
     stack.callback(profiler.close)
+    run.profiler = profiler
     return profiler
 
 

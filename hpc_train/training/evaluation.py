@@ -33,7 +33,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import kept_best, newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
 from hpc_train.run.metric_rows import finite
-from hpc_train.run.weight_source import with_source
+from hpc_train.run.weight_source import without_files
 from hpc_train.training import data_staging, meters, resuming
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.training.datasets.base import AnySplit, DataSource
@@ -317,8 +317,7 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     run, step = RunPaths(Path(request["run"])), int(request["step"])
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
     source = data_staging.verified(rank, build_source(data_staging.staged(rank)))
-    # The checkpoint replaces the weights of ``model.init_from``, which may be gone.
-    state = build(with_source(rank.experiment, None), source.info, None, context(rank))
+    state = build(without_files(rank.experiment), source.info, None, context(rank))
     rank.progress.at("loading")
     loaded = _load(rank, run, step, state, source)
     rank = replace(rank, experiment=resuming.normalized_as_trained(rank.experiment, loaded))

@@ -300,15 +300,15 @@ class Trainer:
             with self._saves_finished():
                 self._raise_if_failed(step, is_allowed, agreed)
         if self.profiler is not None:
-            self.profiler.step_done()
+            with self.meters.times.paused():
+                self.profiler.step_done()
         return agreed
 
     def _train_step(self, step: int, batches: list[Batch]) -> bool:
         """Return True if the weights were allowed to change."""
         has_row, sums = self.meters.train_row_is_due(step + 1), self.forward.training_sums
         sums.begin(is_due=has_row)
-        # Wait for a save that is still copying the weights before they change.
-        hooks = self.saves.wait_staged, self.observers
+        hooks = self._wait_staged, self.observers
         try:
             done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
         except WrongResultError as wrong:
@@ -329,6 +329,11 @@ class Trainer:
             self.first_step.end()
             self.step_progress.phase = "training"
         return done.is_allowed
+
+    def _wait_staged(self) -> None:
+        """Wait for a save that is still copying the weights, before they change."""
+        with self.meters.times.paused():
+            self.saves.wait_staged()
 
     def _own_flags(self) -> StepFlags:
         every_s = self.cadence.save_every_s if self.interval is None else self.interval.every_s

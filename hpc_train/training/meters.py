@@ -258,7 +258,7 @@ class StatusWriter:
             attempt=self.attempt,
             reason=reason,
             compiling=self._compiling,
-            slow_ranks=self.stragglers.slow() if state == "running" else None,
+            slow_ranks=self.stragglers.slow(),
             best=self.best(),
         )
 

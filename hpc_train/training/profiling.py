@@ -92,19 +92,23 @@ class StepProfiler:
         self, config: ProfileConfig, paths: AttemptPaths, device: torch.device, times: StepTimes
     ) -> None:
         self._config = config
+        #: Steps before the profile.
+        self.after_steps = config.after_steps
         self._paths = paths
         self._device = device
         self._times = times
         self._steps_done = 0
         self._began_at = 0.0
         self._profile: profile | None = None
-        if config.after_steps == 0:  # in a replay
+        self.has_begun = config.after_steps == 0  # in a replay
+        if self.has_begun:
             self._begin()
 
     def step_done(self) -> None:
         """Called after each step: starts or ends the profile at its first or last step."""
         self._steps_done += 1
         if self._steps_done == self._config.after_steps:
+            self.has_begun = True
             self._begin()
         elif self._steps_done == self._config.after_steps + self._config.steps:
             _synchronize(self._device)

@@ -93,7 +93,7 @@ class Rank:
         self.flag.act_at_once(None)
         self.flag.may_exit_early = False
         self.progress.has_stepped()
-        if self.events is not None:
+        if self.events is not None and not self.events.first_step:  # a rollback begins another
             self.events.first_step = dict(parts)
         self.note("first_step")
 

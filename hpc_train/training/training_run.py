@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import make_to_input
 from hpc_train.training.loop import AutoInterval, BadSampleCount
 from hpc_train.training.models.preprocessing import normalized_otherwise
+from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import DigestFiles, digest_files
@@ -78,6 +79,8 @@ class TrainingRun:
     skipped: frozenset[int] = frozenset()
     #: On rank 0 only, if the model's FLOPs can be counted.
     flops: FlopRates | None = None
+    #: On rank 0 only, if a profile is requested; the attempt has one, whatever it rolls back.
+    profiler: StepProfiler | None = None
     #: The step of the last rollback.
     rolled_back_at: int | None = None
 
@@ -170,15 +173,13 @@ def report_start(run: TrainingRun, train_state: TrainState, position: Position) 
 
 
 def on_first_batch(
-    run: TrainingRun, train_state: TrainState, task: Task, step: int, stack: ExitStack
+    run: TrainingRun, train_state: TrainState, task: Task, step: int
 ) -> Callable[[Batch], None]:
     """Return a callback for the first micro-batch from ``step`` on, which is on the CPU.
 
-    Rank 0 warns of unfit images and counts the FLOPs; closing ``stack`` ends the count.
+    Rank 0 warns of unfit images and counts the FLOPs.
     """
     count = _flop_count(run, train_state, task, step)
-    if count is not None:
-        stack.callback(count.close)
 
     def on_batch(batch: Batch) -> None:
         if count is not None:
@@ -193,11 +194,12 @@ def on_first_batch(
 def _flop_count(run: TrainingRun, train_state: TrainState, task: Task, step: int) -> FlopCount | None:
     """Return the FLOP count of a micro-batch, once per attempt, on rank 0; None if no row would show it.
 
-    A row has rates only if the attempt has an earlier row.
+    A row has rates only if the attempt has an earlier row. The count continues through rollbacks.
     """
     rank, every = run.rank, run.rank.experiment.logging.every_steps
     has_rates = run.batches.total_steps // every - step // every > 1
-    if train_state.without_weights is None or run.flops is not None or not has_rates:
+    is_counted = run.flops is not None or run.stretch is not None
+    if train_state.without_weights is None or is_counted or not has_rates:
         return None
     to_input = make_to_input(rank.experiment, run.source.info, torch.device("meta"), rank.precision)
     count = FlopCount(train_state.without_weights, task, to_input)

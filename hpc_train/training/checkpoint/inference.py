@@ -34,6 +34,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.registry import importing
 from hpc_train.run import attempts, create, trust
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
+from hpc_train.run.weight_source import without_files
 from hpc_train.training.checkpoint.export import find_intact, plain_weights, uses_ema
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.shards import Entry
@@ -151,10 +152,7 @@ def load_model(
 
 
 def _built(experiment: Experiment, info: DataInfo) -> nn.Module:
-    """Build the model without reading weights from files, which may be gone."""
-    config = experiment.model
-    without_files = {"init_from": None} | ({} if config.pretrained is True else {"pretrained": False})
-    module = build_model(config.model_copy(update=without_files), info)
+    module = build_model(without_files(experiment).model, info)
     return module.double() if experiment.precision == "fp64" else module
 
 
