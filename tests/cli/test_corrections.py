@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from hpc_train.cli import command_options  # noqa: F401
-from hpc_train.cli.command_line import app
+from hpc_train.cli.command_line import RUN_PARAMETERS, app
 from hpc_train.experiment.config.synonyms import other_commands, other_options
 from hpc_train.experiment.validate.loading import load
 from tests.cli.commands import hpc_train, stderr_of
@@ -240,9 +240,16 @@ def test_every_option_is_unknown_here_and_leads_to_an_option() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "runs"),
-    [("cancel -1 abc", ["latest-1", "abc"]), ("status -- -2", ["latest-2"]), ("rm -y -2", ["latest-2"])],
+    [
+        ("cancel -1 abc", ["latest-1", "abc"]),
+        ("status -- -2", ["latest-2"]),
+        ("rm -y -2", ["latest-2"]),
+        ("cancel abc-2 digits/abc-2 ./abc-2", ["abc-2", "digits/abc-2", "./abc-2"]),
+        ("resume abc-2 optimization.optimizer.lr=1e-3", ["abc-2", "optimization.optimizer.lr=1e-3"]),
+    ],
 )
 def test_a_negative_number_is_a_run(typed: str, runs: list[str]) -> None:
-    words = typed.split()
-    command, parent = _GROUP.commands[words[0]], _GROUP.make_context("hpc-train", words[:1])
-    assert command.make_context(words[0], words[1:], parent=parent).params["runs"] == runs
+    name, *words = typed.split()
+    command, parent = _GROUP.commands[name], _GROUP.make_context("hpc-train", [name])
+    params = command.make_context(name, words, parent=parent).params
+    assert list(next(params[key] for key in RUN_PARAMETERS if key in params)) == runs

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from tests.end_to_end.holding import Hold
+from tests.end_to_end.parts import Net
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     final_tensors,
@@ -77,3 +79,20 @@ def test_a_fine_tuning_run_is_resumed_without_its_source(tmp_path: Path) -> None
     assert done.code == 0, done.err
     assert json.loads(killed.status.read_text())["attempt"] == 2
     assert_equal_to_the_bit(quiet, killed)
+
+
+def test_a_file_of_weights_is_read_until_the_first_checkpoint(tmp_path: Path) -> None:
+    runs, local = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}, ("--local", "--devices", "1")
+    file = tmp_path / "weights.safetensors"
+    model = Net(10, norm=True, dropout=0.2)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, file)
+    overrides = ("optimization.steps=2", "optimization.schedule={name: constant}", "data.augment={}")
+    done = hpc_train(
+        "submit", write_experiment(tmp_path), *overrides, f"model.pretrained={file}", *local, **runs
+    )
+    assert done.code == 0 and "weights.safetensors" in done.err, done.err
+    (paths,) = found_runs(tmp_path)
+    file.unlink()
+    for words in (["evaluate", paths.folder], ["resume", paths.folder, "optimization.steps=3"]):
+        done = hpc_train(*words, **runs)
+        assert done.code == 0, done.err

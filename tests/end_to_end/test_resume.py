@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -117,6 +118,9 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
     assert any((killed.cache / "inductor").rglob("*.so"))
     first, last = (read_record(killed.attempt(number)) for number in (1, 2))
     assert first is not None and last is not None
+    file = json.loads(killed.attempt(2).record.read_text())  # alone, without rank 0's events
+    assert file["first_step"] == last.first_step and file["events"] == last.events
+    assert file["save_s"] > 0 and file["checkpoint_stall_s"] > 0
     assert first.first_step.keys() == {"data_s", "compile_s", "run_s", "graphs", "cached_graphs"}
     assert first.first_step["compile_s"] > 0
     assert first.first_step["cached_graphs"] < first.first_step["graphs"]

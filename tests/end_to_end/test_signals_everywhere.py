@@ -118,12 +118,20 @@ def waiting(held: Path, sample: int, *, in_evaluation: bool) -> str:
     return text.replace("every_steps: 20", "every_steps: 10")
 
 
+def until_the_first_evaluation(text: str) -> str:
+    text = text.replace("steps: 30", "steps: 10").replace("warmup_steps: 20", "warmup_steps: 5")
+    return text.replace("logging: {every_steps: 1}", "logging: {every_steps: 1, csv: true}")
+
+
 @pytest.mark.parametrize("where", ["training", "evaluation"])
 def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(
     where: str, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     held, in_evaluation = tmp_path / "held", where == "evaluation"
     text = waiting(held, 7 if in_evaluation else POISON, in_evaluation=in_evaluation)
+    quiet_text = waiting(Path("/nonexistent"), 0, in_evaluation=False)
+    if in_evaluation:  # the last one, after which nothing is saved
+        text, quiet_text = map(until_the_first_evaluation, (text, quiet_text))
     held.touch()
     process, paths = begin(tmp_path, text)
     tried = held.with_suffix(".tried")
@@ -136,5 +144,7 @@ def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(
     assert not any(row["split"] == "val" for row in rows(paths) if in_evaluation)
     held.unlink()
     assert hpc_train("resume", paths.folder).code == 0
-    quiet = quiet_runs.of(text=waiting(Path("/nonexistent"), 0, in_evaluation=False))
-    assert_equal_to_the_bit(quiet, paths)
+    assert_equal_to_the_bit(quiet_runs.of(text=quiet_text), paths)
+    if in_evaluation:
+        head, line = (paths.csv / "val.csv").read_text().splitlines()
+        assert line.split(",")[head.split(",").index("step")] == "10"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
@@ -34,21 +35,29 @@ def hungry(num_classes: int, sample_bytes: int, dropout: float = 0.0, pause_s: f
 
 
 class Counted(Hungry):
-    """Waits, in each step but the first, for the child process that counts the FLOPs of the first."""
+    """Waits, in each forward but the first, for the child process that counts the FLOPs of the first.
 
-    def __init__(self, num_classes: int) -> None:
+    ``nan_at``: the forward of this process, from 1, whose outputs are NaN; 0: none.
+    """
+
+    num_forwards = 0
+
+    def __init__(self, num_classes: int, nan_at: int) -> None:
         super().__init__(num_classes, sample_bytes=1 << 20, dropout=0.0, pause_s=0.0)
-        self.has_begun = False
+        self.nan_at = nan_at
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        if self.has_begun:
+        if images_BCHW.device.type == "meta":
+            return super().forward(images_BCHW)
+        if Counted.num_forwards > 0:
             assert came_true(lambda: not multiprocessing.active_children(), HANG_LIMIT_S)
-        self.has_begun = self.training and images_BCHW.device.type != "meta"
-        return super().forward(images_BCHW)
+        Counted.num_forwards += 1
+        out = super().forward(images_BCHW)
+        return out * math.nan if Counted.num_forwards == self.nan_at else out
 
 
-def counted(num_classes: int) -> nn.Module:
-    return Counted(num_classes)
+def counted(num_classes: int, nan_at: int = 0) -> nn.Module:
+    return Counted(num_classes, nan_at)
 
 
 class OutOfRange(Net):

@@ -9,7 +9,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.create import create_run, inputs_differ, note_inputs
-from hpc_train.run.weight_source import described, find_source, pinned
+from hpc_train.run.weight_source import described, find_source, pinned, without_files
 from tests.run.runs import small_experiment, small_run
 from tests.run.test_checkpoints import change_manifest, write_checkpoint
 
@@ -96,3 +96,19 @@ def test_a_resume_takes_the_newest_weights_only_if_nothing_was_saved(source: Run
     note_inputs(paths, experiment, has_saved=False)
     assert json.loads(paths.run.read_text())["init_from"].endswith("step-00000015")
     assert inputs_differ(paths, experiment) == []
+
+
+def test_a_file_of_pretrained_weights_that_changed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"one")
+    experiment = small_experiment(model={"name": "timm/resnet18", "pretrained": str(file)})
+    paths = RunPaths(tmp_path / "runs" / "small" / "abc")
+    create_run(paths, experiment, "abc", 10)
+    assert pinned(paths, experiment) == experiment
+    for changed in (b"two", None):
+        file.unlink() if changed is None else file.write_bytes(changed)
+        with pytest.raises(
+            BadFileError, match=r"^model.pretrained: .*weights.safetensors is not what it was"
+        ):
+            pinned(paths, experiment)
+    assert without_files(experiment).model.pretrained is False

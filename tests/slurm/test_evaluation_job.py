@@ -100,7 +100,7 @@ def test_a_checkpoint_is_kept_for_its_evaluation_whose_job_is_cancelled_with_the
         paths = submit_one(tmp_path, *BY_JOB, alone, hold.override, text=ONE_NODE)
         wait_until_held(hold, paths)
         wait_for(lambda: evaluation_jobs.submitted(paths) == [20, 40], account(paths), LIMIT_S)
-        assert [checkpoint.step for checkpoint in committed(paths)] == [50, 45, 40, 20]
+        wait_for(lambda: [saved.step for saved in committed(paths)] == [50, 45, 40, 20], "step 50", LIMIT_S)
         waiting = [job for ids in jobs_of(paths).values() for job in ids]
         assert {squeue(cluster)[job].state for job in waiting} == {"PENDING"}
         cancelled = succeed(tmp_path, "cancel", paths.folder)

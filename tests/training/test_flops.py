@@ -241,9 +241,16 @@ def test_rates_are_per_device_and_of_the_peak() -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_a_run_have_the_rate_once_it_is_known(tmp_path: Path) -> None:
-    steps = ("optimization.steps=4", "optimization.schedule={name: constant}", "evaluation=null")
-    overrides = ("model={name: tests.gpu.parts:counted}", "data.workers=0", *steps)
-    paths = submit(tmp_path, *overrides, devices=1)
-    measured = [row for row in iter_rows(paths.metrics) if row["split"] == "train"][1:]
-    assert len(measured) == 3 and all(row["tflops_per_s"] > 0 for row in measured)
+@pytest.mark.parametrize("nan_at", [0, 9])
+def test_rows_of_a_run_have_the_rate_once_it_is_known(nan_at: int, tmp_path: Path) -> None:
+    """Also after a rollback, in the third step, before any row; the attempt is profiled once."""
+    model = f'model={{name: "tests.gpu.parts:counted", args: {{nan_at: {nan_at}}}}}'
+    steps = ("optimization.steps=8", "optimization.schedule={name: constant}", "logging.every_steps=4")
+    profile = f"profile={{after_steps: {1 if nan_at else 9}, steps: 1}}"
+    overrides = ("optimization.on_non_finite=rollback", "data.workers=0", profile)
+    paths = submit(tmp_path, model, *steps, *overrides, devices=1)
+    row = next(row for row in iter_rows(paths.metrics) if (row["split"], row["step"]) == ("train", 8))
+    assert row["tflops_per_s"] > 0
+    log = paths.attempt(1).log(0).read_text()
+    assert (log.count("going back"), log.count("trace: ")) == ((1, 1) if nan_at else (0, 0))
+    assert ("no profile: the attempt ended before its step 9" in log) == (nan_at == 0)

@@ -216,6 +216,31 @@ def test_an_automatic_interval_replaces_that_of_the_file(
                      "interruptions": 1, "mtbf_s": pytest.approx(3600 + waited_s)}  # fmt: skip
 
 
+def test_a_step_takes_no_longer_because_a_save_copies_the_weights(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, rows, now = make_trainer(run, "skip"), list[Any](), 0.0
+    trainer.cadence = Cadence(EvaluationConfig(every_steps=100), CheckpointConfig(every_steps=1), 3, 4)
+    trainer.training, times = Steps(3), trainer.meters.times
+    really_wait, really_close = trainer.saves.wait_staged, trainer.saves.close
+
+    def wait_long() -> None:
+        nonlocal now
+        now += 5.0
+        really_wait()
+
+    def close() -> None:
+        rows.append(times.row(3))
+        really_close()
+
+    monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
+    monkeypatch.setattr(trainer.saves, "wait_staged", wait_long)
+    monkeypatch.setattr(trainer.saves, "close", close)
+    times.row(0)
+    assert trainer.train() and now >= 15.0
+    assert rows[0]["step_s"] < 1e-6
+
+
 def test_before_a_rollback_old_checkpoints_are_gone(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the ranks would look at what goes away meanwhile."""
     hold(monkeypatch, writing.checkpoints, "prune", "close", "_clearing")

@@ -198,10 +198,10 @@ def _write_rows(rank: int, world_size: int, folder: Path) -> None:
         meters.times.data_wait_s += 60.0 if rank == 2 else 0.0
         meters.train_row(step, 0.1, torch.tensor(float(rank)), None)
     if writer is not None:
-        StatusWriter(paths, 1, 10, 10, meters.stragglers).write("running", 6)
+        StatusWriter(paths, 1, 10, 10, meters.stragglers).write("completed", 6)
 
 
-def test_ranks_times_come_with_the_sum_of_a_row_and_the_status_names_slow_ones(tmp_path: Path) -> None:
+def test_ranks_times_come_with_the_sum_of_a_row_and_the_last_status_names_slow_ones(tmp_path: Path) -> None:
     run_ranks(3, _write_rows, tmp_path, folder=tmp_path)
     rows = list(iter_rows(RunPaths(tmp_path).metrics))
     assert [row["loss"] for row in rows] == [3.0] * 6
