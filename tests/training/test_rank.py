@@ -10,12 +10,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
+from hpc_train.rank.signals import StopFlag
+from hpc_train.run.attempts import EventLog, read_events
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.health.stacks import limit_core_files
+from hpc_train.training.rank import Rank
 from tests import warm
 from tests.distributed.scripts import REPOSITORY
 from tests.run.runs import small_run
@@ -117,3 +123,14 @@ def test_ranks_write_no_core_files_unless_they_are_asked_for() -> None:
         assert resource.getrlimit(resource.RLIMIT_CORE) == (0, limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, limits)
+
+
+def test_a_rollback_does_not_replace_the_times_of_the_first_step(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    run.attempt(1).folder.mkdir(parents=True, exist_ok=True)
+    rank = SimpleNamespace(flag=StopFlag(), progress=Progress(), events=EventLog(run.attempt(1)))
+    rank.note = lambda event: rank.events.note(event)
+    for seconds in (4.0, 0.1):
+        Rank.has_stepped(cast(Rank, rank), {"run_s": seconds})
+        rank.events.saved(1.0, 0.0)
+    assert read_events(run.attempt(1)).first_step == {"run_s": 4.0}
