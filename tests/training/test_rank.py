@@ -129,7 +129,7 @@ def test_a_rollback_does_not_replace_the_times_of_the_first_step(tmp_path: Path)
     run = small_run(tmp_path)
     run.attempt(1).folder.mkdir(parents=True, exist_ok=True)
     rank = SimpleNamespace(flag=StopFlag(), progress=Progress(), events=EventLog(run.attempt(1)))
-    rank.note = lambda event: rank.events.note(event)
+    rank.note = rank.events.note
     for seconds in (4.0, 0.1):
         Rank.has_stepped(cast(Rank, rank), {"run_s": seconds})
         rank.events.saved(1.0, 0.0)
