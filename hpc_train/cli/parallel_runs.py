@@ -18,7 +18,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.local import noted_signals
 from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
-from hpc_train.rank.env import gpu_names
+from hpc_train.rank.env import THREADS_BY_SHARE, gpu_names
 from hpc_train.run.processes import die_with, exit_code, start_in_own_session
 from hpc_train.run.resource_limits import usable_cpus
 
@@ -30,7 +30,8 @@ def slot_environment(
 ) -> dict[str, str]:
     """Return the environment of the run in a slot of ``jobs``: its own GPUs and its part of the cores."""
     threads = max(1, len(usable_cpus()) // (jobs * devices))
-    environment = {"OMP_NUM_THREADS": str(threads)} | dict(environ)
+    share = {"OMP_NUM_THREADS": str(threads), THREADS_BY_SHARE: "1"}
+    environment = ({} if "OMP_NUM_THREADS" in environ else share) | dict(environ)
     if names := [] if device == "cpu" else gpu_names(environ):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * devices : (slot + 1) * devices])
     return environment

@@ -17,11 +17,11 @@ from hpc_train.launchers.base import AttemptLauncher, KeyProblem, LaunchRequest,
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery import budgets
-from hpc_train.recovery.diagnosis import one_line
+from hpc_train.recovery.diagnosis import one_line, ranks_with_own_errors
 from hpc_train.recovery.history import current_status, effective_recovery, records
 from hpc_train.registry import refusing_exit
 from hpc_train.run import run_status, stage_order
-from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
+from hpc_train.run.attempts import AttemptRecord, claim_exactly, exit_codes, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import SILENT_LIMIT_S, lives, minutes, newest_record, silent_s
@@ -159,7 +159,9 @@ def _restart_words(paths: RunPaths, first: int, newest: int) -> str | None:
     limits = effective_recovery(paths, newest)
     if not budgets.may_stay(ended, limits):
         return None
-    has_raised = ended[-1].cause == "crash" and paths.attempt(newest).files_of_ranks(".error")
+    attempt = paths.attempt(newest)
+    own_errors = ranks_with_own_errors(attempt.files_of_ranks(".error"), exit_codes(attempt))
+    has_raised = ended[-1].cause == "crash" and own_errors
     if limits.restart != "in_place" and (has_raised or not budgets.has_progressed(ended[-1])):
         return None
     decision = budgets.decide(ended, limits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import ExitCode, listed, printable, shortened
@@ -202,9 +202,14 @@ def _final(evidence: Evidence) -> Diagnosis | None:
     return None
 
 
+def ranks_with_own_errors(errors: Iterable[int], codes: Mapping[int, int]) -> list[int]:
+    """Return the ranks of ``errors`` without those that report only a lost peer, as NCCL does."""
+    return [rank for rank in errors if codes.get(rank) not in FOLLOWED]
+
+
 def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
     """Return the diagnosis of the first rank's error, or of its exit code if it could not write an error."""
-    ranks = [rank for rank in evidence.errors if evidence.codes.get(rank) not in FOLLOWED]
+    ranks = ranks_with_own_errors(evidence.errors, evidence.codes)
     for reported in (ExitCode.BAD_NODE, ExitCode.UNEQUAL, ExitCode.HUNG):
         ranks += _by_code(evidence, reported)
     if not ranks:

@@ -74,6 +74,8 @@ class Progress:
         self._metrics = MetricsReader(paths.metrics)
         self._pace = _Pace()
         self._loss = self._validation = self._judged = self._wait = ""
+        #: Step and time of the evaluations shown: a rollback replaces the file, and its rows are read again.
+        self._noted: set[tuple[float | None, float | None]] = set()
         self._has_notices = False
         self._read_at = float("-inf")
         is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -122,7 +124,10 @@ class Progress:
                 continue
             if row.get("split") == "val":
                 self._validation, self._judged = f"val {in_words(row)}", _judged(row)
-                self._display.note(f"step {row.get('step')}: {self._validation}")
+                evaluation = number(row.get("step")), number(row.get("time"))
+                if evaluation not in self._noted:
+                    self._noted.add(evaluation)
+                    self._display.note(f"step {row.get('step')}: {self._validation}")
             elif (loss := metric_value(row, "loss")) is not None:
                 self._loss = f"loss {loss:.4g}"
                 self._wait = _wait(row)

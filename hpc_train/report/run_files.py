@@ -214,7 +214,7 @@ class Restart:
     """From an interruption to the next step, in parts; None for one that is not over, or was not recorded."""
 
     cause: str | None
-    #: Whether the next attempt began in the same allocation.
+    #: Whether the next attempt began in the same allocation, or by the same local command.
     in_place: bool
     signal_to_saved_s: float | None
     saved_to_requeue_s: float | None
@@ -223,16 +223,19 @@ class Restart:
 
 
 def newest_restart(records: Sequence[AttemptRecord]) -> Restart | None:
-    """Return the newest interruption of a run with these attempts; None if there was none."""
+    """Return the newest interruption of a run with these attempts; None if there was none.
+
+    Without a scheduler only a restart in place counts: nothing else restarts the run.
+    """
     if records and records[-1].job and records[-1].cause in COMES_BACK:
         return _between(records[-1], None)
-    if len(records) > 1 and records[-2].job and records[-1].job:
+    if len(records) > 1 and (records[-1].in_place or (records[-2].job and records[-1].job)):
         return _between(records[-2], records[-1])
     return None
 
 
 def _between(before: AttemptRecord, after: AttemptRecord | None) -> Restart:
-    old, new = before.events, after.events if after else {}
+    old, new = before.events, {"begin": after.start} | after.events if after else {}
     return Restart(
         cause=before.cause,
         in_place=after is not None and after.in_place,

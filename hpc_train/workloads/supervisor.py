@@ -48,6 +48,9 @@ _PREPARE_LIMIT_S = 300.0
 _HEARTBEAT_S = 30.0
 #: From a signal to the program to the same one to its supervisor. Assumed.
 _SIGNAL_S = 1.0
+#: The same after the program has handled the signal and exited. Shorter, since it delays each normal end of
+#: a program that handles SIGTERM. Assumed.
+_HANDLED_SIGNAL_S = 0.25
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
 #: The beginning of this module's lines in the log.
@@ -182,7 +185,7 @@ class _Supervisor:
         After a stop the processes below a shell may still save when it has ended.
         """
         kill_at: float | None = None
-        while child.poll() is None or (kill_at is not None and processes.program_processes()):
+        while not _has_ended(child) or (kill_at is not None and processes.program_processes()):
             self._beat()
             processes.reap_orphans(self._children)
             if self._flag and kill_at is None:
@@ -198,15 +201,34 @@ class _Supervisor:
             elif self._is_hung():
                 self._end_hung(child)
             time.sleep(_POLL_S)
+        handles_stop = processes.handles(child.pid, signal.SIGTERM)  # also of an ended one until child.wait()
         code = child.wait()
+        if kill_at is None:
+            self._judge_stop(code, handles_stop=handles_stop)
         self._finish()
         return code
+
+    def _judge_stop(self, code: int, *, handles_stop: bool) -> None:
+        """Find out whether a stop signal that this process has not passed on has ended the program.
+
+        Slurm signals all processes of a job, one after the other: the signal to this process may follow.
+        """
+        is_killed = _signal_of(code) in signals.STOP_SIGNALS
+        may_have_handled = handles_stop and not (code == 0 and self._attempt.files_of_ranks(".session"))
+        if not is_killed and not may_have_handled:
+            return
+        deadline = time.monotonic() + (_SIGNAL_S if is_killed else _HANDLED_SIGNAL_S)
+        while not self._flag and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if self._flag:
+            self._catches_stop = handles_stop
+            self._note_signal()
 
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
         """Send SIGTERM to the program; of a shell, to the commands that handle it, and not to ``tee``."""
         commands = processes.awaited_commands(child.pid)
         handling = [pid for pid in commands if processes.handles(pid, signal.SIGTERM)]
-        self._catches_stop = bool(handling)
+        self._catches_stop = bool(handling) or processes.handles(child.pid, signal.SIGTERM)
         for pid in handling or commands or [child.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -267,8 +289,6 @@ class _Supervisor:
         """Return this rank's exit code for the program's."""
         if code == 0:
             return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
-        if _signal_of(code) in signals.STOP_SIGNALS and not self._flag:
-            time.sleep(_SIGNAL_S)  # Slurm signals all processes of a job, one after the other
         if self._flag:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
@@ -376,6 +396,11 @@ def _prepare(supervisor: int) -> Callable[[], None]:
         processes.die_with(supervisor)
 
     return prepare
+
+
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Return True if the program has ended; the kernel keeps its signal handlers until ``child.wait``."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 class _HungError(HpcTrainError):

@@ -9,6 +9,7 @@ import pytest
 from hpc_train.cli.parallel_runs import Slots, slot_environment
 from hpc_train.cli.preflight import devices_per_run
 from hpc_train.errors import UsageError
+from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import read_status
 from tests.cli.commands import hpc_train, ready_runs, submitted
@@ -33,7 +34,9 @@ def test_each_slot_has_its_own_gpus_and_its_part_of_the_cores() -> None:
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4,5", "6,7"]
     cores = len(os.sched_getaffinity(0))
     assert found[0]["OMP_NUM_THREADS"] == str(max(1, cores // 4))
-    assert slot_environment({"OMP_NUM_THREADS": "7"}, 0, 2, 1, "cpu")["OMP_NUM_THREADS"] == "7"
+    assert THREADS_BY_SHARE in found[0], "a resumed run may compute with its checkpoint's number instead"
+    theirs = slot_environment({"OMP_NUM_THREADS": "7"}, 0, 2, 1, "cpu")
+    assert theirs["OMP_NUM_THREADS"] == "7" and THREADS_BY_SHARE not in theirs
 
 
 def test_gpus_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:

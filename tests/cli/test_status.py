@@ -13,7 +13,7 @@ import pytest
 from hpc_train.cli.status import RunRow
 from hpc_train.console import fitted
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.attempts import claim_attempt, now, tell_end
+from hpc_train.run.attempts import claim_attempt, claim_exactly, now, tell_end
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, stderr_of, succeeded
@@ -96,6 +96,18 @@ def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
     assert _row()["restart"] == parts | {"requeue_to_begin_s": 7.0}
     _attempt(paths, "completed", begin="01:20.000", first_step="01:22.500")
     assert _row()["restart"] == none | {"begin_to_first_step_s": 2.5}
+
+
+def test_json_shows_a_restart_in_place_of_a_local_run_and_no_resume(paths: RunPaths) -> None:
+    for number, in_place in ((1, False), (2, True)):
+        assert claim_exactly(paths, number, "local", in_place=in_place)
+        start, first_step = (f"2026-11-21T06:0{number}:{second}+00:00" for second in ("00", "02.500"))
+        change_record(paths.attempt(number), start=start, cause="crash", events={"first_step": first_step})
+        assert (_row()["restart"] is not None) == in_place
+    restart = {key: value for key, value in _row()["restart"].items() if value is not None}
+    assert restart == {"cause": "crash", "in_place": True, "begin_to_first_step_s": 2.5}
+    assert claim_exactly(paths, 3, "local")
+    assert _row()["restart"] is None
 
 
 def test_no_code_of_others_is_imported(

@@ -105,6 +105,22 @@ def test_an_evaluation_is_shown_now(run: RunPaths, clock: Clock, capsys: pytest.
     assert capsys.readouterr().err == f"{run.folder.name}: step 7: val loss 0.25 accuracy 0.9\n"
 
 
+def test_after_a_rollback_only_new_evaluations_are_shown(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(run, attempt=2)
+    kept = {"split": "val", "step": 2, "time": 20.5, "loss": 0.5}
+    _row(run, **kept)
+    _row(run, split="val", step=4, time=40.5, loss=0.75)
+    progress.update()
+    run.metrics.rename(run.metrics.with_suffix(".old"))  # so that the new file has another inode
+    _row(run, **kept)
+    _row(run, split="val", step=4, time=60.5, loss=0.25)
+    progress.close()
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["step 2: val loss 0.5", "step 4: val loss 0.75", "step 4: val loss 0.25"]
+
+
 def test_earlier_attempts_are_hidden(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     _row(run, split="val", attempt=1, loss=0.25)
     progress = Progress(run, attempt=2)

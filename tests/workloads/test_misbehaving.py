@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import time
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +17,15 @@ from typing import Any
 import pytest
 
 from hpc_train.cli.starting import own_code_place
+from hpc_train.errors import ExitCode
+from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.rank.signals import StopFlag
+from hpc_train.run import processes
 from hpc_train.run.attempts import noted_signal, read_record
 from hpc_train.run.metric_rows import iter_rows
+from hpc_train.workloads import supervisor
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import SCRIPT, TORCHRUN_TEXT, program_metrics, write_program
@@ -139,6 +147,46 @@ def test_a_program_that_ignores_sigterm_is_killed_and_one_that_handles_it_is_con
     logs = [runs[behavior].attempt(1).log(0).read_text() for behavior in behaviors]
     assert ["has not ended 0.5 s after SIGTERM" in log for log in logs] == [True, False]
     assert programs_of(tmp_path / "runs") == []
+
+
+HANDLES = "signal.signal(signal.SIGTERM, lambda *_: os._exit(0));"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_signalled", "signalled", "expected"),
+    [
+        (HANDLES, True, "together", ExitCode.TRY_AGAIN),
+        (HANDLES, True, "later", ExitCode.TRY_AGAIN),
+        ("", True, "later", ExitCode.TRY_AGAIN),
+        (HANDLES, False, "never", ExitCode.DONE),
+        ("", False, "together", ExitCode.DONE),
+    ],
+)
+def test_a_program_that_ended_before_its_supervisor_saw_the_signal_of_both_is_continued(
+    program: str,
+    is_signalled: bool,
+    signalled: str,
+    expected: ExitCode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "attempts" / "1").mkdir(parents=True)
+    job, flag = Program.model_validate({"name": "prog", "program": {"command": ["python"]}}), StopFlag()
+    rank = supervisor._Supervisor(RunPaths(tmp_path), 1, job, RankFacts(), flag)
+    monkeypatch.setattr(processes, "end_program_processes", lambda children: 0)  # pytest's others
+    if signalled == "later":
+        monkeypatch.setattr(time, "sleep", lambda seconds: flag.note(signal.SIGTERM))
+    text = f"import os, signal; {program} print(flush=True); {'signal.pause()' if is_signalled else ''}"
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        if is_signalled:
+            child.send_signal(signal.SIGTERM)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        if signalled == "together":
+            flag.note(signal.SIGTERM)
+        assert rank._judge(rank._wait(child)) == expected
+    noted = noted_signal(RunPaths(tmp_path).attempt(1))
+    assert (noted is not None) == (expected == ExitCode.TRY_AGAIN)
 
 
 @pytest.mark.slow

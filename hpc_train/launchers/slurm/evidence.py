@@ -98,7 +98,7 @@ def stopped(verdict: Diagnosis, facts: Facts, stop: diagnosis.Stop | None) -> Di
 
     An error of a rank remains the reason; ranks that were killed because they did not end in time have none.
     """
-    own_errors = [rank for rank in facts.errors if facts.codes.get(rank) not in diagnosis.FOLLOWED]
+    own_errors = diagnosis.ranks_with_own_errors(facts.errors, facts.codes)
     if stop is None or own_errors or verdict.state != "requeued" or verdict.cause in {"hang", "bad node"}:
         return verdict
     return Diagnosis(stop.cause, "requeued", diagnosis.stop_reason(stop, facts.step), ExitCode.TRY_AGAIN)

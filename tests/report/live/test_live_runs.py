@@ -36,7 +36,7 @@ from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
 from tests.report.live.runs import add_rows, made_run, three_runs
 from tests.report.test_progress_display import Clock
-from tests.run.runs import change_facts
+from tests.run.runs import change_facts, change_record
 
 
 def test_a_run_is_shown_as_its_files_say() -> None:
@@ -53,11 +53,13 @@ def test_a_run_is_shown_as_its_files_say() -> None:
     spikes = SpikesFile(paths.spikes, 0)
     spikes.append(Spike(7, 9.0, 2.0), [4], "skip")
     spikes.close()
+    change_record(paths.attempt(1), in_place=True)
     details = dict(reader.read(run, is_full=True).lines)
     assert details["spikes"].startswith("1 spike: step 7: loss 9 above 2, update skipped (samples 4); ")
     assert details["best"] == "accuracy 0.3 at step 30"
     assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% data wait, MFU 41.0%"
     assert details["folder"] == str(paths.folder)
+    assert " on n1 in place: " in details["attempts"]
 
 
 def test_an_extended_run_names_the_other_in_the_table_and_the_pane() -> None:
