@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
+from hpc_train.run.run_status import read_status
 from hpc_train.run.spikes import read_spikes
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.parts import POISON
@@ -67,6 +68,8 @@ def test_an_extended_run_that_was_killed_is_bitwise_identical_to_one_of_the_full
         hold.wait(process)
         kill_everything(process, _longer_run(old))
         process.communicate()
+    # Also if no step has written the status: the one that was written before the first step has it.
+    assert read_status(_longer_run(old)).best == read_status(old).best is not None
     done = hpc_train("resume", old.folder, long, **runs)
     assert done.code == 0, done.err
     assert "extended already by" in done.err
