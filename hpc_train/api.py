@@ -36,6 +36,7 @@ from hpc_train.report.metrics_reader import (
 )
 from hpc_train.report.run_files import RunFiles, attempt_span, elapsed_s, ranks_of
 from hpc_train.report.usage import attempt_cause, goodput
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.checkpoints import committed, find_step, selection_words
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
@@ -292,7 +293,8 @@ class Runs(Sequence[Run]):
         names, values = run_names(runs), changed_keys(runs)
         rows = {paths: list(rows_in(paths.metrics)) for paths in runs}
         metrics = metrics_in(row for run_rows in rows.values() for row in run_rows)
-        chosen = find_metric(metrics, metric, decisive_metric(map(read_status, runs)))
+        statuses = (evaluation_jobs.with_best(paths, read_status(paths)) for paths in runs)
+        chosen = find_metric(metrics, metric, decisive_metric(statuses))
         if chosen is None and metric is not None:
             listed = ", ".join(sorted(map(str, metrics))[:50]) or "none yet"
             raise UsageError(f"metric: {metric} is in no run's metrics.jsonl; there are {listed}")
