@@ -36,6 +36,7 @@ from hpc_train.report.metrics_reader import (
 )
 from hpc_train.report.run_files import RunFiles, attempt_span, elapsed_s, ranks_of
 from hpc_train.report.usage import attempt_cause, goodput
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.checkpoints import committed, find_step, selection_words
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
@@ -55,16 +56,20 @@ def submit(
     file: str | Path | Mapping[str, Any],
     *overrides: str,
     local: bool = False,
+    here: bool = False,
+    nodes: int | None = None,
     devices: int | None = None,
     launcher: str | None = None,
     new: bool = False,
+    profile: bool = False,
     jobs: int = 1,
 ) -> Runs:
     """Start the runs of an experiment file, or of its content as a dict, like ``hpc-train submit``.
 
     ``overrides``: ``KEY=VALUE``. In a queue it returns once the jobs are submitted; with ``local`` the runs
-    are on this machine and have ended when it returns, ``jobs`` of them at a time. A run that exists already
-    is returned, and not started again unless ``new``. Ctrl-C stops a local run, which saves first, and raises
+    are on this machine and have ended when it returns, ``jobs`` of them at a time; with ``here`` likewise on
+    the nodes of the job in which it is called, or on ``nodes`` of them. A run that exists already is
+    returned, and not started again unless ``new``. Ctrl-C stops a local run, which saves first, and raises
     KeyboardInterrupt.
     """
     code, started = submit_runs(
@@ -72,9 +77,12 @@ def submit(
             file=_file(file),
             overrides=list(overrides),
             local=local,
+            here=here,
+            nodes=nodes,
             devices=devices,
             launcher=launcher,
             new=new,
+            profile=profile,
             jobs=jobs,
         )
     )
@@ -87,6 +95,8 @@ def plan(
     file: str | Path | Mapping[str, Any],
     *overrides: str,
     local: bool = False,
+    here: bool = False,
+    nodes: int | None = None,
     devices: int | None = None,
     launcher: str | None = None,
     throughput: float | None = None,
@@ -95,13 +105,16 @@ def plan(
     """Return the plan of the runs that ``submit`` would start, as ``hpc-train plan --json`` prints it.
 
     ``throughput``: samples per second of one rank, for the cost. ``memory``: also predict memory and FLOPs,
-    which takes seconds. Raises BadFileError with all reasons if ``submit`` would refuse the file.
+    which takes seconds; the command does so by default. Raises BadFileError with all reasons if ``submit``
+    would refuse the file.
     """
     full = make_full_plan(
         PlanOptions(
             file=_file(file),
             overrides=list(overrides),
             local=local,
+            here=here,
+            nodes=nodes,
             devices=devices,
             launcher=launcher,
             throughput=throughput,
@@ -219,6 +232,8 @@ class Run:
         self,
         *overrides: str,
         local: bool = False,
+        here: bool = False,
+        nodes: int | None = None,
         devices: int | None = None,
         launcher: str | None = None,
         code: str | None = None,
@@ -233,6 +248,8 @@ class Run:
         options = ResumeOptions(
             runs_and_overrides=[],
             local=local,
+            here=here,
+            nodes=nodes,
             devices=devices,
             launcher=launcher,
             code=code,
@@ -292,7 +309,8 @@ class Runs(Sequence[Run]):
         names, values = run_names(runs), changed_keys(runs)
         rows = {paths: list(rows_in(paths.metrics)) for paths in runs}
         metrics = metrics_in(row for run_rows in rows.values() for row in run_rows)
-        chosen = find_metric(metrics, metric, decisive_metric(map(read_status, runs)))
+        statuses = (evaluation_jobs.with_best(paths, read_status(paths)) for paths in runs)
+        chosen = find_metric(metrics, metric, decisive_metric(statuses))
         if chosen is None and metric is not None:
             listed = ", ".join(sorted(map(str, metrics))[:50]) or "none yet"
             raise UsageError(f"metric: {metric} is in no run's metrics.jsonl; there are {listed}")

@@ -11,6 +11,7 @@ from hpc_train.launchers.base import AttemptLauncher, Launcher
 from hpc_train.launchers.following import LOCAL, FollowingLauncher
 from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, parts, refusing_exit, suggestion, target_of
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.files import read_json
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import RunStatus, run_facts
@@ -82,7 +83,7 @@ def statuses(runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunSta
     by_run: dict[RunPaths, RunStatus] = {}
     for launcher, group in by_launcher(runs):
         by_run |= dict(zip(group, launcher.status(group, is_fresh=is_fresh), strict=True))
-    return [by_run[paths] for paths in runs]
+    return [evaluation_jobs.with_best(paths, by_run[paths]) for paths in runs]
 
 
 @cache

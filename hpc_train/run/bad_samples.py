@@ -14,6 +14,7 @@ from typing import Literal
 
 from hpc_train.errors import counted
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run.checkpoints import INHERITED
 from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import UnreadableFileError, open_regular, read_text
 
@@ -65,8 +66,13 @@ def of_attempt(attempt: AttemptPaths) -> dict[SampleKey, BadSample]:
 
 def all_known(paths: RunPaths) -> dict[SampleKey, BadSample]:
     """Return the bad samples reported by any rank of any attempt, in the order of attempts."""
+    return of_attempts(paths, paths.attempt_folders())
+
+
+def of_attempts(paths: RunPaths, attempts: Iterable[AttemptPaths]) -> dict[SampleKey, BadSample]:
+    """Return the samples of these attempts, after those of the run that this one extends."""
     samples: dict[SampleKey, BadSample] = {}
-    for attempt in paths.attempt_folders():
+    for attempt in (paths.attempt(INHERITED), *attempts):
         samples |= {key: sample for key, sample in of_attempt(attempt).items() if key not in samples}
     return samples
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from hpc_train.run.file_shapes import Count
+from hpc_train.run.file_shapes import Count, encoded
 from hpc_train.run.metric_rows import Row
 
 #: Key of a checkpoint's ``extra`` and of its manifest.
@@ -77,6 +77,19 @@ class BestSoFar:
             return True
         self.num_worse += 1
         return False
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the best evaluation for ``status.json``, with ``mode``; None before the first."""
+        return None if self.best is None else encoded(self.best) | {"mode": self.mode}
+
+
+def shown_after(shown: BestSoFar | None, step: int, metrics: Mapping[str, Any]) -> BestSoFar | None:
+    """Return what ``status`` shows after another evaluation of a run whose file names no metric."""
+    if shown is None and (name := default_metric(metrics)):
+        shown = BestSoFar(name, goal_of(name))
+    if shown is not None:
+        shown.add(step, metrics.get(shown.metric))
+    return shown
 
 
 def goal_of(metric: str) -> Literal["min", "max"]:

@@ -31,7 +31,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar
@@ -40,7 +40,7 @@ import xxhash
 from typing_extensions import override
 
 from hpc_train.errors import BadFileError
-from hpc_train.run.files import UnreadableFileError, open_regular
+from hpc_train.run.files import UnreadableFileError, open_regular, sync_file
 from hpc_train.run.growing_file import GrowingFile
 
 VERSION = 1
@@ -156,6 +156,9 @@ class PartDigest:
         return cls(*cls._BODY.unpack(body))
 
 
+Digest = TypeVar("Digest", StepDigest, PartDigest)
+
+
 def encoded(record: _Record) -> bytes:
     """Return a record with its check."""
     body = record.body
@@ -244,6 +247,20 @@ def _records(file: BinaryIO, kind: type[Record]) -> Iterator[Record]:
             if digest is not None and digest.place > newest:
                 newest = digest.place
                 yield digest
+
+
+def copy_records(old: Path, new: Path, last_step: int, kind: type[Digest], attempt: int) -> None:
+    """Copy the records up to ``last_step``, as those of ``attempt``, to a new file; none if there is no old
+    one. It is on disk then. Raises as ``read_digests``.
+    """
+    if not old.exists():
+        return
+    with new.open("wb") as file:
+        file.write(_HEADER.pack(kind.MAGIC, VERSION, RECORD_BYTES))
+        for digest in _read(old, 0, last_step, kind):
+            file.write(encoded(replace(digest, attempt=attempt)))
+        file.flush()
+        sync_file(file.fileno())
 
 
 class DigestWriter(Protocol[Record_contra]):

@@ -3,20 +3,24 @@
 Rank 0 requests an evaluation when it begins to save the checkpoint. The launcher submits a job once the
 checkpoint is committed, and the job leaves a row or the reason of its failure. A row joins ``metrics.jsonl``
 at the step of its checkpoint: by rank 0 while it trains, else at the end of the attempt or of the job.
+``status.json`` has the best evaluation of the rows before the attempt: readers add those of jobs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number, no_claims, read_record
+from hpc_train.run.best import Best, BestSoFar, shown_after
+from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import read_json, tail_text, write_json, write_text
 from hpc_train.run.find import run_name
-from hpc_train.run.metric_rows import MetricsFile, Row, evaluation_rows
-from hpc_train.run.run_status import GOING_ON, read_status
+from hpc_train.run.metric_rows import POSITION, MetricsFile, Row, evaluation_rows
+from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 
 #: Set for ranks whose launcher submits the jobs; without it they evaluate in training.
 VARIABLE = "HPC_TRAIN_EVALUATION_JOBS"
@@ -95,6 +99,24 @@ def rows(paths: RunPaths) -> dict[int, Row]:
     """Return step → row of the evaluations that have ended."""
     read = ((step, read_json(paths.evaluation_job(step, "json"))) for step in _steps(paths, "json"))
     return {step: row for step, row in read if row is not None and row.get("step") == step}
+
+
+def with_best(paths: RunPaths, status: RunStatus) -> RunStatus:
+    """Return the run's ``status`` with the best evaluation so far, those of jobs included."""
+    if not paths.evaluation_jobs.is_dir():
+        return status
+    evaluations = {
+        step: {name: row[name] for name in row if name not in POSITION}
+        for step, row in rows(paths).items()
+        if step <= status.step
+    }
+    shown, best = None, decoded(Best, status.best)
+    if status.best is not None and best is not None:
+        shown = BestSoFar(best.metric, "min" if status.best.get("mode") == "min" else "max")
+        evaluations.setdefault(best.step, {best.metric: best.value})
+    for step in sorted(evaluations):
+        shown = shown_after(shown, step, evaluations[step])
+    return replace(status, best=None if shown is None else shown.to_json())
 
 
 def in_words(paths: RunPaths) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.sweep import RUN_ID_LENGTH, content_hash
 from hpc_train.paths import CheckpointPaths, RunPaths
-from hpc_train.run import files, frozen_experiment
+from hpc_train.run import bad_samples, files, frozen_experiment
 from hpc_train.run.checkpoints import INHERITED, Manifest, committed
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import new_identity, newest_versions, run_to_change
+from hpc_train.run.digests import PartDigest, StepDigest, copy_records
 from hpc_train.run.metric_rows import lines_of, parse_row
-from hpc_train.run.run_status import INTERRUPTED, RunStatus, extended_run
+from hpc_train.run.run_status import INTERRUPTED, RunStatus, extended_run, read_status
 
 #: The keys that an extension changes, without their section ``optimization``.
 LENGTH = ("steps", "epochs")
@@ -48,16 +49,18 @@ def extend(
         if (code := snapshot.linked(paths)) is not None:
             snapshot.link(temporary, code)
         if paths.micro_batch.exists():
-            shutil.copyfile(paths.micro_batch, temporary.micro_batch)
+            _copy(paths.micro_batch, temporary.micro_batch)
         if paths.evaluations.is_dir():
             shutil.copytree(paths.evaluations, temporary.evaluations, symlinks=True)
-        _copy_rows(paths, temporary, step)
+        _copy_records(paths, temporary, step)
         temporary.checkpoints.mkdir()
         for checkpoint in checkpoints:
             _link_checkpoint(checkpoint, temporary.checkpoint(checkpoint.step))
         files.sync_folder(temporary.checkpoints)
-        epoch = (files.read_json(paths.status) or {}).get("epoch", 0.0)
-        status = RunStatus(state=INTERRUPTED, step=step, total_steps=total_steps, epoch=epoch)
+        old = read_status(paths)
+        status = RunStatus(
+            state=INTERRUPTED, step=step, total_steps=total_steps, epoch=old.epoch, best=old.best
+        )
         files.write_new(temporary.status, files.json_text(status.to_json()), sync=False)
         files.sync_folder(folder)
 
@@ -122,9 +125,29 @@ def _link(old: Path, new: Path) -> None:
     with suppress(OSError):
         os.link(old, new)
         return
+    _copy(old, new)
+
+
+def _copy(old: Path, new: Path) -> None:
+    """Copy a file; it is on disk then."""
     shutil.copyfile(old, new)
     with new.open("rb") as file:
         files.sync_file(file.fileno())
+
+
+def _copy_records(old: RunPaths, new: RunPaths, last_step: int) -> None:
+    """Copy all that a resume of ``old`` would read besides its checkpoints."""
+    _copy_rows(old, new, last_step)
+    copy_records(old.digests, new.digests, last_step, StepDigest, INHERITED)
+    copy_records(old.part_digests, new.part_digests, last_step, PartDigest, INHERITED)
+    if old.spikes.exists():
+        _copy(old.spikes, new.spikes)  # the next attempt drops those of later steps
+    if old.evaluation_jobs.is_dir():  # without jobs: the new run submits those that have left no row
+        shutil.copytree(old.evaluation_jobs, new.evaluation_jobs, ignore=shutil.ignore_patterns("*.jobs"))
+    if samples := bad_samples.all_known(old):
+        inherited = new.attempt(INHERITED)
+        inherited.folder.mkdir(parents=True)
+        bad_samples.append(inherited.bad_samples(0), samples.values())
 
 
 def _copy_rows(old: RunPaths, new: RunPaths, last_step: int) -> None:

@@ -199,16 +199,14 @@ def _trainer(
         steps = range(start.position.step, run.last_step)
         verification = Verification(rank, train_state, checkpointer.ranks, training, steps, start)
         observers.insert(0, verification)
-    status = _status_writer(run, start.position, meters) if rank.is_first else None
+    rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
+    paths = rank.paths if rank.is_first else None
+    selection = ModelSelection.of(config, agreement, rows, paths, optional_metrics(task))
+    status = _status_writer(run, start.position, meters, selection) if rank.is_first else None
     compilation = stack.enter_context(compiling.watched(config.compile, _on_compilation(rank, status)))
     on_batch = on_first_batch(run, train_state, task, start.position.step)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
     forward = _forward(run, train_state, task, progress, observers)
-    rows = metric_rows.evaluation_rows(rank.paths.metrics) if rank.is_first else ()
-    paths = rank.paths if rank.is_first else None
-    selection = ModelSelection.of(config, agreement, rows, paths, optional_metrics(task))
-    if status is not None:
-        status.best = selection.shown_best
     guard = _guard(rank, train_state, start, rule if acts else None, recorder)
     if run.interval is None and run.stretch is None:
         run.interval = AutoInterval.of(rank)
@@ -430,10 +428,17 @@ def _saves(
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
 
 
-def _status_writer(run: TrainingRun, position: Position, meters: Meters) -> StatusWriter:
+def _status_writer(
+    run: TrainingRun, position: Position, meters: Meters, selection: ModelSelection
+) -> StatusWriter:
     rank, batches = run.rank, run.batches
     writer = StatusWriter(
-        rank.paths, rank.attempt, batches.total_steps, batches.steps_per_epoch, meters.stragglers
+        rank.paths,
+        rank.attempt,
+        batches.total_steps,
+        batches.steps_per_epoch,
+        meters.stragglers,
+        selection.shown_best,
     )
     writer.write("running", position.step)
     return writer

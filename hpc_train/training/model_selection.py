@@ -12,7 +12,7 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run.best import BEST, EMA_METRIC, BestSoFar, default_metric, goal_of
+from hpc_train.run.best import BEST, EMA_METRIC, BestSoFar, shown_after
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.early_stopping import MedianRule, stop_reason
 from hpc_train.run.file_shapes import encoded
@@ -109,16 +109,11 @@ class ModelSelection:
 
     def _show(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add an evaluation of a run whose file names no metric."""
-        if self.shown is None and (name := default_metric(metrics)):
-            self.shown = BestSoFar(name, goal_of(name))
-        if self.shown is not None:
-            self.shown.add(step, metrics.get(self.shown.metric))
+        self.shown = shown_after(self.shown, step, metrics)
 
     def shown_best(self) -> dict[str, Any] | None:
         """Return the best evaluation for ``status.json``, with ``mode``."""
-        if self.shown is None or self.shown.best is None:
-            return None
-        return encoded(self.shown.best) | {"mode": self.shown.mode}
+        return None if self.shown is None else self.shown.to_json()
 
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""

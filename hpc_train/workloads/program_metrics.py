@@ -18,7 +18,7 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.schema import Program
 from hpc_train.loggers.metrics_writer import LoggerThread, MetricsWriter, call_all, start_loggers
 from hpc_train.paths import RunPaths
-from hpc_train.run import file_shapes, metric_rows
+from hpc_train.run import metric_rows
 from hpc_train.run.best import BestSoFar, default_metric, goal_of
 
 #: A longer line is not searched.
@@ -81,9 +81,7 @@ class ProgramMetrics:
     @property
     def best(self) -> dict[str, Any] | None:
         """The best evaluation, for ``status.json``; None before the first of this attempt."""
-        if self._best is None or self._best.best is None:
-            return None
-        return file_shapes.encoded(self._best.best) | {"mode": self._best.mode}
+        return None if self._best is None else self._best.to_json()
 
     def start_loggers(self) -> None:
         """Start the file's loggers, each in a thread of its own."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 import hpc_train
+from hpc_train.cli.command_line import Options
+from hpc_train.cli.command_options import PlanOptions, ResumeOptions, SubmitOptions
 from hpc_train.errors import BadFileError, UsageError, UserError, WaitTimeoutError
 from hpc_train.experiment.plan.sweep import expand
 from hpc_train.paths import RunPaths
@@ -135,6 +139,49 @@ def test_the_plan_is_that_of_the_command(file: Path) -> None:
         hpc_train.plan({"nam": "x"}, local=True)
     with pytest.raises(BadFileError, match=r"model\.name: .*nosuch"):
         hpc_train.plan(file, "model.name=nosuch:build", local=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "command", "options", "left_out"),
+    [
+        # ``plan`` is the dry run.
+        (hpc_train.submit, "submit_runs", SubmitOptions, {"as_json", "dry_run"}),
+        # It prints the scripts.
+        (hpc_train.plan, "make_full_plan", PlanOptions, {"as_json", "script"}),
+        (hpc_train.Run.resume, "resume_runs", ResumeOptions, {"as_json", "runs_and_overrides"}),
+    ],
+)
+def test_the_options_are_those_of_the_command(
+    function: Callable[..., object],
+    command: str,
+    options: type[Options],
+    left_out: set[str],
+    sweep: list[RunPaths],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keywords = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind == parameter.KEYWORD_ONLY
+    }
+    expected = {
+        name: parameter.default
+        for name, parameter in options.parameters().items()
+        if name not in left_out | {"file", "overrides"}
+    }
+    # None: the command predicts, which takes seconds.
+    assert keywords == expected | ({"memory": False} if "memory" in expected else {})
+    received: list[object] = []
+
+    def stop(*arguments: object) -> None:
+        received.append(arguments[-1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"hpc_train.api.{command}", stop)
+    values = {name: object() for name in keywords}
+    with pytest.raises(KeyboardInterrupt):
+        function(hpc_train.Run(sweep[0]) if "code" in keywords else "exp.yaml", **values)
+    assert {name: getattr(received[0], name) for name in keywords} == values
 
 
 def test_ctrl_c_is_an_exception_and_the_run_resumes(file: Path) -> None:

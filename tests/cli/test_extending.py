@@ -10,10 +10,23 @@ from typing import Any
 import pytest
 
 from hpc_train.paths import RunPaths
+from hpc_train.run import evaluation_jobs
+from hpc_train.run.bad_samples import BadSample, all_known, append
 from hpc_train.run.checkpoints import Manifest, committed, verify
+from hpc_train.run.digests import (
+    DigestsFile,
+    PartDigest,
+    RecordsFile,
+    StepDigest,
+    read_digests,
+    read_parts,
+)
+from hpc_train.run.files import write_json
 from hpc_train.run.find import find_runs
 from hpc_train.run.found_micro_batch import Found, keep, kept_size
 from hpc_train.run.run_status import read_status, write_status
+from hpc_train.run.spikes import Spike, SpikesFile, read_spikes, rule_at
+from hpc_train.training.datasets.skipping import BadSamples
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, queued, requests
 from tests.run.runs import write_rows
@@ -79,6 +92,41 @@ def test_more_steps_start_a_new_run_from_the_checkpoints_of_the_old_one(complete
     assert kept_size(new) == 4
     del kept[completed.run]
     assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_a_longer_run_has_the_records_that_a_resume_of_the_old_one_would_read(completed: RunPaths) -> None:
+    digests = [StepDigest(step, 7 * step, 1 / step, 0.5, attempt=1) for step in range(1, 8)]
+    parts = [PartDigest(step, 3, step, step, attempt=1) for step in (2, 4, 6)]
+    for file, records in (
+        (DigestsFile(completed.digests, 0), digests),
+        (RecordsFile(completed.part_digests, 0, PartDigest), parts),
+    ):
+        file.append(records)
+        file.close()
+    spikes = SpikesFile(completed.spikes, 0)
+    spikes.append(Spike(3, 9.0, 1.0), [1, 2], "skip")
+    sample = BadSample("train", 4, "4.jpg", "it is empty")
+    append(completed.attempt(1).bad_samples(2), [sample])
+    for step in (2, 5):
+        evaluation_jobs.request(completed, step)
+    write_json(completed.evaluation_job(2, "json"), row := {"split": "val", "step": 2, "loss": 0.25})
+    evaluation_jobs.note_job(completed, 5, "17")
+    best = {"metric": "accuracy", "value": 0.5, "step": 5, "mode": "max"}
+    write_status(completed, replace(read_status(completed), best=best))
+    done = _resume(completed.folder, "optimization.steps=9", "--launcher", QUEUE)
+    assert done.code == 0, done.err
+    new = _new_run(completed)
+    inherited = list(read_digests(new.digests))
+    assert inherited == [replace(digest, attempt=0) for digest in digests[:5]]
+    assert rule_at(new, 5).to_bits() == rule_at(completed, 5).to_bits()
+    assert [list(of_step.values()) for _, of_step in read_parts(new.part_digests)] == [
+        [replace(part, attempt=0)] for part in parts[:2]
+    ]
+    assert list(read_spikes(new)) == list(read_spikes(completed)) != []
+    assert all_known(new) == {sample.key: sample} and BadSamples(new, 1, 0).earlier == 1
+    assert evaluation_jobs.rows(new) == {2: row}
+    assert (evaluation_jobs.unfinished(new), evaluation_jobs.submitted(new)) == ([5], [])
+    assert read_status(new).best == best
 
 
 def test_a_checkpoint_of_the_old_run_counts_also_after_an_attempt_that_never_began(

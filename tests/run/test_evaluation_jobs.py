@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs as jobs
 from hpc_train.run.attempts import AttemptRecord, now, write_record
 from hpc_train.run.metric_rows import MetricsFile, iter_rows
-from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 
 def row(step: int, split: str = "train", **more: Any) -> dict[str, Any]:
@@ -74,6 +76,32 @@ def test_rows_join_at_their_steps_once_when_nothing_trains(run: RunPaths) -> Non
         (1, "train", 1), (2, "train", 2), (2, "val", 2), (3, "train", 3), (4, "train", 4), (4, "val", 4),
         (5, "train", 5), (5, "val", 6),
     ]  # fmt: skip
+
+
+def test_the_best_evaluation_may_be_of_a_job(run: RunPaths) -> None:
+    def best() -> dict[str, Any] | None:
+        (status,) = statuses([run])
+        assert replace(status, best=None) == replace(read_status(run), best=None)
+        return status.best
+
+    assert best() is None
+    commit(run, 1, 2, 3, 4, 6)
+    assert best() is None
+    jobs.note_row(run, row(3, "val", accuracy=0.5, epoch=0.9))
+    assert best() == {"metric": "accuracy", "value": 0.5, "step": 3, "mode": "max"}
+    jobs.note_row(run, row(2, "val", accuracy=0.5))
+    jobs.note_row(run, row(6, "val", accuracy=0.9))
+    assert best() == {"metric": "accuracy", "value": 0.5, "step": 2, "mode": "max"}, "6 is after the status"
+    # An evaluation in training is better, or is not.
+    for value, step in ((0.125, 1), (0.25, 4)):
+        trained = {"metric": "loss", "value": value, "step": step, "mode": "min"}
+        write_status(run, replace(read_status(run), state="completed", best=trained))
+        assert best() == trained
+    jobs.note_row(run, row(4, "val") | {"loss": 0.125})
+    assert best() == trained | {"value": 0.125}
+    write_status(run, replace(read_status(run), best=trained | {"step": 1}))
+    jobs.note_row(run, row(2, "val") | {"loss": 0.0625})
+    assert best() == trained | {"value": 0.0625, "step": 2}
 
 
 def test_a_resume_takes_rows_up_to_its_step(run: RunPaths) -> None:

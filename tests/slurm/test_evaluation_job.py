@@ -16,6 +16,7 @@ from hpc_train.launchers.slurm import evaluations
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.checkpoints import committed
+from hpc_train.run.run_status import read_status
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import REPOSITORY, final_tensors, rows, wait_for
 from tests.quiet import QuietRuns
@@ -61,6 +62,8 @@ def assert_evaluated(paths: RunPaths, expected: RunPaths) -> None:
     wait_for_rows(paths, *STEPS)
     wait_for(lambda: len(rows(paths, "val")) == len(STEPS), f"the rows\n{account(paths)}", LIMIT_S)
     assert rows(paths) == rows(expected)
+    best = evaluation_jobs.with_best(paths, read_status(paths)).best
+    assert best == read_status(expected).best is not None
     ours, theirs = final_tensors(paths), final_tensors(expected)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from hpc_train.errors import BadFileError, printable
 from hpc_train.paths import RunPaths
-from hpc_train.run.bad_samples import BadSample, SampleKey, all_known, append, of_attempt
+from hpc_train.run.bad_samples import BadSample, SampleKey, all_known, append, of_attempt, of_attempts
 from hpc_train.run.files import UnreadableFileError
 from hpc_train.training.datasets.random_numbers import hash_words
 
@@ -40,7 +40,7 @@ class BadSamples:
         self._attempt = paths.attempt(attempt)
         self._file = self._attempt.bad_samples(rank)
         earlier = [folder for folder in paths.attempt_folders() if folder.number < attempt]
-        self._earlier: set[SampleKey] = set().union(*(of_attempt(folder) for folder in earlier))
+        self._earlier: set[SampleKey] = set(of_attempts(paths, earlier))
         self._seen: set[SampleKey] = set()
         #: Number of samples that this rank was the first to report, in any attempt: counts of ranks add up.
         self.count = 0
