@@ -81,7 +81,8 @@ class Saves:
 
     def wait_staged(self) -> None:
         """Wait until the weights may change again."""
-        self.checkpointer.wait_staged()
+        with self.meters.times.paused():
+            self.checkpointer.wait_staged()
         if not self._rows_are_written.is_set():
             self.meters.drain(wait=True)
             self._rows_are_written.set()
@@ -308,7 +309,8 @@ class Trainer:
         """Return True if the weights were allowed to change."""
         has_row, sums = self.meters.train_row_is_due(step + 1), self.forward.training_sums
         sums.begin(is_due=has_row)
-        hooks = self._wait_staged, self.observers
+        # Wait for a save that is still copying the weights before they change.
+        hooks = self.saves.wait_staged, self.observers
         try:
             done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
         except WrongResultError as wrong:
@@ -329,11 +331,6 @@ class Trainer:
             self.first_step.end()
             self.step_progress.phase = "training"
         return done.is_allowed
-
-    def _wait_staged(self) -> None:
-        """Wait for a save that is still copying the weights, before they change."""
-        with self.meters.times.paused():
-            self.saves.wait_staged()
 
     def _own_flags(self) -> StepFlags:
         every_s = self.cadence.save_every_s if self.interval is None else self.interval.every_s

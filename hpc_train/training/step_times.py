@@ -58,6 +58,7 @@ class StepTimes:
         #: Since the previous row.
         self.data_wait_s = 0.0
         self._paused_s = 0.0
+        self._is_paused = False
         self._annotation: Callable[[], AbstractContextManager[object]] = nullcontext
         #: Step and time of the previous row.
         self._last: tuple[int, float] | None = None
@@ -92,11 +93,18 @@ class StepTimes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside this context, such as an evaluation, from the times of steps."""
-        began = time.monotonic()
+        """Exclude the time inside this context, such as an evaluation, from the times of steps.
+
+        A context inside another one changes nothing.
+        """
+        if self._is_paused:
+            yield
+            return
+        began, self._is_paused = time.monotonic(), True
         try:
             yield
         finally:
+            self._is_paused = False
             self._paused_s += time.monotonic() - began
 
     def row(self, step: int) -> Row:

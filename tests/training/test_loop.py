@@ -222,7 +222,8 @@ def test_a_step_takes_no_longer_because_a_save_copies_the_weights(
     trainer, rows, now = make_trainer(run, "skip"), list[Any](), 0.0
     trainer.cadence = Cadence(EvaluationConfig(every_steps=100), CheckpointConfig(every_steps=1), 3, 4)
     trainer.training, times = Steps(3), trainer.meters.times
-    really_wait, really_close = trainer.saves.wait_staged, trainer.saves.close
+    checkpointer, really_close = trainer.saves.checkpointer, trainer.saves.close
+    really_wait = checkpointer.wait_staged
 
     def wait_long() -> None:
         nonlocal now
@@ -234,7 +235,7 @@ def test_a_step_takes_no_longer_because_a_save_copies_the_weights(
         really_close()
 
     monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
-    monkeypatch.setattr(trainer.saves, "wait_staged", wait_long)
+    monkeypatch.setattr(checkpointer, "wait_staged", wait_long)
     monkeypatch.setattr(trainer.saves, "close", close)
     times.row(0)
     assert trainer.train() and now >= 15.0

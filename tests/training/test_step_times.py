@@ -55,6 +55,8 @@ def test_a_step_contains_its_wait_for_data_and_no_pause(clock: Clock, times: Ste
         clock.now_s += 1.5
     with times.paused():
         clock.now_s += 60
+        with times.paused():  # counts once
+            clock.now_s += 60
     assert times.row(4) == {"step_s": 2.0, "data_wait_s": 0.5, "samples_per_s": 4.0}
 
 
