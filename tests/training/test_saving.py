@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from hpc_train.training.loop import Saves
 from hpc_train.training.meters import Meters
+from hpc_train.training.step_times import StepTimes
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 
 
@@ -30,6 +31,7 @@ class StagingCheckpointer:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.times = StepTimes(4)
 
     def begin(self, *_: Any, **__: Any) -> None:
         self.calls.append("begin")
