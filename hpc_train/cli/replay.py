@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -15,10 +14,11 @@ from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
 from hpc_train.cli.replay_options import ReplayOptions
+from hpc_train.cli.replayed_run import ReplayedRun, prepared, replayed_lines, thread_variables
 from hpc_train.console import put, put_json, say
-from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
-from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
@@ -114,8 +114,10 @@ def replay(options: ReplayOptions) -> ExitCode:
     _refuse_fixed([*overrides, *options.changes])
     extras = Extras.of(options)
     check_run(paths)
+    run = ReplayedRun(paths, run_name(paths), is_new(options.code))
     stretch = _stretch(paths, options.step, options.to or options.step)
-    snapshot = None if is_new(options.code) else linked(paths)
+    variables = thread_variables(run.machine(stretch.begin))
+    snapshot = None if run.uses_new_code else linked(paths)
     variants = [[]] if not options.changes else [[], options.changes]
     experiments = [prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
     num_ranks = options.devices or number_of_ranks(experiments[0], stretch)
@@ -128,7 +130,7 @@ def replay(options: ReplayOptions) -> ExitCode:
     replays: list[Replayed] = []
     for changes, experiment in zip(variants, experiments, strict=True):
         once = Extras(activations=extras.activations) if changes else extras
-        lines = run_stretch(stretch, experiment, snapshot, num_ranks, once)
+        lines = run_stretch(stretch, experiment, snapshot, num_ranks, once, variables=variables)
         if lines is None:
             return ExitCode.FAILED
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
@@ -214,12 +216,6 @@ def _stretch(paths: RunPaths, first: int, last: int) -> Stretch:
     return Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
 
 
-def prepared(experiment: Experiment) -> Experiment:
-    """Return the experiment without the parts that act on the run instead of on its steps."""
-    without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
-    return experiment.model_copy(update=without)
-
-
 def number_of_ranks(experiment: Experiment, stretch: Stretch) -> int:
     """Return the run's number of ranks, or the number of devices if that is lower."""
     num_gpus = 0 if experiment.device == "cpu" else count_gpus(os.environ)
@@ -289,14 +285,6 @@ def replay_on_ranks(
     if ended != ExitCode.DONE:
         say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
     return ended == ExitCode.DONE
-
-
-def replayed_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of one rank. Raises HpcTrainError if they can't be read."""
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise HpcTrainError(f"{file}: can't be read: {error}") from error
 
 
 def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequence[str]) -> Replayed:

@@ -1,7 +1,8 @@
-"""A run whose steps are repeated, as its files are: for ``bisect``, ``verify`` and ``reproduce``."""
+"""A run whose steps are repeated, as its files are: for ``replay`` and the commands that use it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.evaluate import newest_experiment
-from hpc_train.cli.replay import prepared, replayed_lines
 from hpc_train.errors import HpcTrainError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.parted_steps import Lines
 from hpc_train.report.reproduction import Parts
@@ -88,10 +88,24 @@ class ReplayedRun:
         return record.hosts[min((rank or 0) // per_node, len(record.hosts) - 1)]
 
 
+def prepared(experiment: Experiment) -> Experiment:
+    """Return the experiment without the parts that act on the run instead of on its steps."""
+    without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
+    return experiment.model_copy(update=without)
+
+
 def thread_variables(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables with which ranks compute with as many CPU threads as the run's."""
     counts = set(facts["threads"] or ())
     return {"OMP_NUM_THREADS": str(*counts)} if facts["device"] == "cpu" and len(counts) == 1 else {}
+
+
+def replayed_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of one rank. Raises HpcTrainError if they can't be read."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise HpcTrainError(f"{file}: can't be read: {error}") from error
 
 
 def replayed_stretches(folder: RunPaths, num_ranks: int) -> list[tuple[Lines, float]]:

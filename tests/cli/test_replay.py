@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_replay_begins_at_the_newest_checkpoint_before_the_step(
 ) -> None:
     """The checkpoint of step 10 has the state after that step."""
     assert module._stretch(run, first, first).begin == begin
+
+
+def test_the_ranks_have_the_threads_of_the_run(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"device": "cpu", "hardware": {"threads": [3, 3]}}
+    run.checkpoint(5).state.write_text(json.dumps({"extra": extra}))
+    given: list[dict[str, str]] = []
+
+    def run_stretch(*_: Any, variables: dict[str, str], **__: Any) -> None:
+        given.append(variables)
+
+    monkeypatch.setattr(module, "run_stretch", run_stretch)
+    stderr_of(1, "replay", "abc", "--step", "3")
+    assert given == [{"OMP_NUM_THREADS": "3"}], "from the start: no checkpoint restores them"
 
 
 def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:
