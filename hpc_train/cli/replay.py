@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.cli.evaluate import experiment_of, one_run, ranks_folder
 from hpc_train.cli.replay_options import ReplayOptions
-from hpc_train.cli.replayed_run import ReplayedRun, prepared, replayed_lines, thread_variables
+from hpc_train.cli.replayed_run import ReplayedRun, TrainedSteps, prepared, replayed_lines, thread_variables
 from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
@@ -27,9 +27,8 @@ from hpc_train.rank.env import count_gpus
 from hpc_train.report import parted_steps, replayed_steps
 from hpc_train.report.parted_steps import step_numbers
 from hpc_train.report.replayed_steps import MicroBatch, NonFinite, Range, Replayed, ReplayedStep
-from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.metric_rows import finite
 from hpc_train.run.run_status import read_status
@@ -55,13 +54,18 @@ _NUMBERS = ["samples", "loss", "grad_norm"]
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps of a run to repeat."""
+    """The steps of a run to repeat.
+
+    ``ranks_of_run``: the number of ranks that trained the last of them. ``earlier_ranks``: those that trained
+    the steps before, if a resume changed the ranks.
+    """
 
     run: RunPaths
     begin: int
     first: int
     last: int
     ranks_of_run: int | None
+    earlier_ranks: Sequence[int | None] = ()
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,11 @@ def replay(options: ReplayOptions) -> ExitCode:
     extras = Extras.of(options)
     check_run(paths)
     run = ReplayedRun(paths, run_name(paths), is_new(options.code))
-    stretch = _stretch(paths, options.step, options.to or options.step)
+    stretch, attempt = _stretch(run, options.step, options.to or options.step)
     variables = thread_variables(run.machine(stretch.begin))
     snapshot = None if run.uses_new_code else linked(paths)
     variants = [[]] if not options.changes else [[], options.changes]
-    experiments = [prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
+    experiments = [prepared(experiment_of(paths, attempt, [*overrides, *changes])) for changes in variants]
     num_ranks = options.devices or number_of_ranks(experiments[0], stretch)
     if extras.activations:
         _refuse_compiled(experiments)
@@ -149,7 +153,7 @@ def replay(options: ReplayOptions) -> ExitCode:
         put(*replayed_steps.replay_text(answer))
     first = replays[0]
     differs = first["first_difference"] is not None or any(step["differs"] for step in first["steps"])
-    is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
+    is_bitwise = num_ranks == stretch.ranks_of_run and not stretch.earlier_ranks and not overrides
     return ExitCode.FAILED if is_bitwise and differs else ExitCode.DONE
 
 
@@ -201,19 +205,26 @@ def _without_hang_limit(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"recovery": recovery})
 
 
-def _stretch(paths: RunPaths, first: int, last: int) -> Stretch:
-    """Return the steps, from the newest checkpoint before ``first``. Raises UsageError if there are none."""
+def _stretch(run: ReplayedRun, first: int, last: int) -> tuple[Stretch, int]:
+    """Return the steps, from the newest checkpoint before ``first``, and the attempt that trained the last.
+
+    Raises UsageError if there are none.
+    """
     if last < first:
         raise UsageError(f"--to: {last} is before --step {first}; write {first} or a later step")
-    total = read_status(paths).total_steps
+    total = read_status(run.paths).total_steps
     if total is not None and last > total:
         key = "--step" if first > total else "--to"
         raise UsageError(f"{key}: {max(first, last)} is past the last step of the run, {total}")
-    saved = next((checkpoint for checkpoint in committed(paths) if checkpoint.step < first), None)
-    ranks = (read_json(paths.run) or {}).get("ranks")
-    if saved is None:
-        return Stretch(paths, 0, first, last, ranks if isinstance(ranks, int) else None)
-    return Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
+    begin = max((step for step in run.checkpoints if step < first), default=0)
+    trained = run.trained(begin, last)
+    return stretch_of(run, trained, first), trained[-1].attempt
+
+
+def stretch_of(run: ReplayedRun, trained: Sequence[TrainedSteps], first: int) -> Stretch:
+    """Return the stretch of these steps, of which those from ``first`` on are reported."""
+    ranks = [part.ranks for part in trained]
+    return Stretch(run.paths, trained[0].begin, first, trained[-1].last, ranks[-1], ranks[:-1])
 
 
 def number_of_ranks(experiment: Experiment, stretch: Stretch) -> int:
@@ -227,7 +238,13 @@ def report_begin(stretch: Stretch, num_ranks: int) -> None:
     start = f"checkpoint {stretch.begin}" if stretch.begin else "the start"
     steps = counted(stretch.last - stretch.begin, "step")
     say(f"replay: {steps} from {start} of {run_name(stretch.run)}, on {counted(num_ranks, 'rank')}")
-    if stretch.ranks_of_run not in (num_ranks, None):
+    if stretch.earlier_ranks:
+        ranks = ", then ".join(str(ranks or "?") for ranks in (*stretch.earlier_ranks, stretch.ranks_of_run))
+        say(
+            f"replay: the run trained these steps on {ranks} ranks, so numbers are equal up to rounding, not "
+            "bitwise"
+        )
+    elif stretch.ranks_of_run not in (num_ranks, None):
         say(
             f"replay: the run had {counted(stretch.ranks_of_run or 0, 'rank')}, so numbers are equal up to "
             f"rounding, not bitwise; --devices {stretch.ranks_of_run} starts as many"
