@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from hpc_train.run.code.snapshot import linked
 from hpc_train.run.files import write_json
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.metric_rows import finite
+from hpc_train.run.rollbacks import read_rollbacks
 from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
 
@@ -57,7 +58,8 @@ class Stretch:
     """The steps of a run to repeat.
 
     ``ranks_of_run``: the number of ranks that trained the last of them. ``earlier_ranks``: those that trained
-    the steps before, if a resume changed the ranks.
+    the steps before, if a resume changed the ranks. ``rolled_back``: repeat the last step with the data that
+    the run has skipped since.
     """
 
     run: RunPaths
@@ -66,6 +68,7 @@ class Stretch:
     last: int
     ranks_of_run: int | None
     earlier_ranks: Sequence[int | None] = ()
+    rolled_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,8 @@ def _stretch(run: ReplayedRun, first: int, last: int) -> tuple[Stretch, int]:
         raise UsageError(f"{key}: {max(first, last)} is past the last step of the run, {total}")
     begin = max((step for step in run.checkpoints if step < first), default=0)
     trained = run.trained(begin, last)
-    return stretch_of(run, trained, first), trained[-1].attempt
+    rolled_back = any(rollback.step == last for rollback in read_rollbacks(run.paths))
+    return replace(stretch_of(run, trained, first), rolled_back=rolled_back), trained[-1].attempt
 
 
 def stretch_of(run: ReplayedRun, trained: Sequence[TrainedSteps], first: int) -> Stretch:
@@ -238,6 +242,11 @@ def report_begin(stretch: Stretch, num_ranks: int) -> None:
     start = f"checkpoint {stretch.begin}" if stretch.begin else "the start"
     steps = counted(stretch.last - stretch.begin, "step")
     say(f"replay: {steps} from {start} of {run_name(stretch.run)}, on {counted(num_ranks, 'rank')}")
+    if stretch.rolled_back:
+        say(
+            f"replay: the run rolled step {stretch.last} back; it is repeated with the data that the run has "
+            f"skipped since, and with --to {stretch.last + 1} with those that it read instead"
+        )
     if stretch.earlier_ranks:
         ranks = ", then ".join(str(ranks or "?") for ranks in (*stretch.earlier_ranks, stretch.ranks_of_run))
         say(
@@ -266,7 +275,9 @@ def run_stretch(
     ``digests``: ``trace`` and ``states`` of ``replay.json``. ``variables``: of the ranks' environment.
     ``python``: their interpreter; None: this one.
     """
-    request = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last}
+    request: dict[str, Any] = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last}
+    if stretch.rolled_back:
+        request["rolled_back"] = stretch.last
     run = replay_folder(stretch.run, experiment, snapshot, {**request, **extras.request(), **(digests or {})})
     launcher = LocalLauncher(
         None if python is None else [str(python), *default_command(run)[1:]],
