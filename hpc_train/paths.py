@@ -259,6 +259,8 @@ class RunPaths:
     part_digests = _Entry("parts.bin")
     #: One JSON object per step whose loss or gradient norm was a spike.
     spikes = _Entry("spikes.jsonl")
+    #: One JSON object per step that was rolled back.
+    rollbacks = _Entry("rollbacks.jsonl")
     #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
     replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.

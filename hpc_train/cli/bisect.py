@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -16,10 +16,10 @@ from typing import Any, TypedDict, cast
 from hpc_train.cli.code import is_new
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.replay import Stretch, number_of_ranks, report_begin, run_stretch
+from hpc_train.cli.replay import number_of_ranks, report_begin, run_stretch, stretch_of
 from hpc_train.cli.replay_options import BisectOptions
-from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
-from hpc_train.console import put, put_json
+from hpc_train.cli.replayed_run import ReplayedRun, TrainedSteps, thread_variables
+from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.schema import as_training
 from hpc_train.experiment.plan.input_files import other_inputs
@@ -68,7 +68,8 @@ class Bisection(TypedDict):
     other_parts: int | None
     #: The number of replays.
     replays: int
-    #: Each run against its own replay; empty if nothing differs.
+    #: Each run against its own replay; empty if nothing differs. Of one run: by the ranks that trained it,
+    #: one replay after the other, up to the first difference.
     reproduction: list[Reproduction]
     #: Null: the runs are equal.
     place: Place | None
@@ -271,8 +272,25 @@ class _Search:
                 f"{run.name}: a replay can't be compared, because the run has neither digests nor "
                 f"checkpoints of the steps {begin + 1} to {last}; checkpoint.digests: steps records them"
             )
-        places = self._compare_with_runs([self._replay(run, begin, last)], [begin])
-        return next(iter(places), None)
+        for part in run.trained(begin, last):
+            if (place_in_part := self._place_in_part(run, part)) is not None:
+                return place_in_part
+        return None
+
+    def _place_in_part(self, run: ReplayedRun, part: TrainedSteps) -> Place | None:
+        """Replay the steps of a part on its own ranks, from the first checkpoint that is left of it."""
+        intact = run.checkpoints.keys() - run.damage.keys()
+        begin = min((step for step in {0, *intact} if part.begin <= step < part.last), default=None)
+        if begin != part.begin:
+            end = part.last if begin is None else begin
+            say(
+                f"{run.name}: steps {part.begin + 1} to {end} can't be compared on the ranks that trained "
+                f"them, because checkpoint {part.begin}, from which they continued, is gone or damaged"
+            )
+        if begin is None:
+            return None
+        lines = self._replay(run, [replace(part, begin=begin)])
+        return self._compare_with_run(run, lines, begin)
 
     def _place_of_two(self) -> Place | None:
         answer = self.answer
@@ -287,20 +305,26 @@ class _Search:
             return None
         last = min(ends)
         for begins in self._begins(last):
-            replays = [self._replay(run, begin, last) for run, begin in zip(self.runs, begins, strict=True)]
-            first, second = replays
-            step = first_step(first, second, has_same_layout=self._has_same_layout(first, second))
+            trained = [run.trained(begin, last) for run, begin in zip(self.runs, begins, strict=True)]
+            first, second = replays = list(map(self._replay, self.runs, trained))
+            layout = _has_same_layout(trained, replays)
+            step = first_step(first, second, has_same_layout=layout)
             if step is None or step > max(begins) or max(begins) in (0, answer["equal_checkpoint"]):
                 break  # otherwise they differ before the steps that were replayed
-        places = self._compare_with_runs(replays, begins)
+        # A replay of steps that other ranks trained, one after the other, can't be bitwise identical.
+        compared = [
+            lines if len(parts) == 1 else {begin: lines[begin]}
+            for lines, parts, begin in zip(replays, trained, begins, strict=True)
+        ]
+        found = map(self._compare_with_run, self.runs, compared, begins)
+        places = [found_place for found_place in found if found_place is not None]
         if step is None:
             return min(places, key=lambda found_place: found_place["step"], default=place(last, "record"))
         step = max(step, max(begins) + 1)
         if step not in self._traced(max(begins), last):
-            first, second = (
-                self._replay(run, begin, step) for run, begin in zip(self.runs, begins, strict=True)
-            )
-        layout = self._has_same_layout(first, second)
+            trained = [run.trained(begin, step) for run, begin in zip(self.runs, begins, strict=True)]
+            first, second = replays = list(map(self._replay, self.runs, trained))
+            layout = _has_same_layout(trained, replays)
         return parted_steps.parted_at(step, first, second, has_same_layout=layout) or place(step, "record")
 
     def _begins(self, last: int) -> Iterator[list[int]]:
@@ -314,33 +338,27 @@ class _Search:
             yield newest
         yield [0, 0]
 
-    def _has_same_layout(self, first: Lines, second: Lines) -> bool:
-        """Return True if the same ranks of both replays have the same parts of tensors."""
-        one, other = self.runs
-        num_ranks = {len(next(iter(lines.values()))) for lines in (first, second)}
-        return len(num_ranks) == 1 and one.experiment.parallel == other.experiment.parallel
+    def _replay(self, run: ReplayedRun, trained: Sequence[TrainedSteps]) -> Lines:
+        """Repeat the steps on the ranks that trained the last of them.
 
-    def _replay(self, run: ReplayedRun, begin: int, last: int) -> Lines:
-        """Repeat the steps after ``begin`` and return their lines, those of ``begin`` itself first.
-
+        Return their lines, those of the step from which they continue first.
         Raises HpcTrainError if the ranks fail, UsageError if the run's hpc-train computes no digests.
         """
-        facts = run.machine(begin)
-        ranks = Manifest.read(run.checkpoints[begin]).world_size if begin else facts["ranks"]
+        begin, last, experiment = trained[0].begin, trained[-1].last, trained[-1].experiment
         traced = self._traced(begin, last)
-        stretch = Stretch(run.paths, begin, traced.start, last, ranks)
-        num_ranks = self.options.devices or number_of_ranks(run.experiment, stretch)
+        stretch = stretch_of(run, trained, traced.start)
+        num_ranks = self.options.devices or number_of_ranks(experiment, stretch)
         report_begin(stretch, num_ranks)
         states = [begin, *(step for step in (*run.checkpoints, *run.parts) if begin < step <= last)]
         digests = {"trace": [traced.start, last], "states": states}
         snapshot = None if run.uses_new_code else linked(run.paths)
         lines = run_stretch(
             stretch,
-            run.experiment,
+            experiment,
             snapshot,
             num_ranks,
             digests=digests,
-            variables=thread_variables(facts),
+            variables=thread_variables(run.machine(begin)),
             python=run.python,
         )
         self.answer["replays"] += 1
@@ -362,11 +380,15 @@ class _Search:
         first = after + 1 if last - after <= _FEW_TRACED else last
         return range(max(begin + 1, min(first, last - 1)), last + 1)
 
-    def _compare_with_runs(self, replays: Sequence[Lines], begins: Sequence[int]) -> list[Place]:
-        """Compare each run with its replay; return the first difference of those that differ."""
-        places = []
-        for run, lines, begin in zip(self.runs, replays, begins, strict=True):
-            compared, first_place = reproduction(run.name, run.checkpoints, lines, begin, run.parts)
-            self.answer["reproduction"].append(compared)
-            places += [first_place] if first_place is not None else []
-        return places
+    def _compare_with_run(self, run: ReplayedRun, lines: Lines, begin: int) -> Place | None:
+        """Compare the run with its replay; return their first difference."""
+        compared, first_place = reproduction(run.name, run.checkpoints, lines, begin, run.parts)
+        self.answer["reproduction"].append(compared)
+        return first_place
+
+
+def _has_same_layout(trained: Sequence[Sequence[TrainedSteps]], replays: Sequence[Lines]) -> bool:
+    """Return True if the same ranks of both replays have the same parts of tensors."""
+    one, other = (parts[-1].experiment.parallel for parts in trained)
+    num_ranks = {len(next(iter(lines.values()))) for lines in replays}
+    return len(num_ranks) == 1 and one == other

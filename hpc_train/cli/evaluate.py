@@ -129,7 +129,12 @@ def one_run(command: str, names: Sequence[str]) -> RunPaths:
 
 def newest_experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     """Return the newest attempt's experiment with the overrides and the size that ``auto`` found."""
-    changes = [*create.noted_changes(paths, attempts.newest_number(paths)), *overrides]
+    return experiment_of(paths, attempts.newest_number(paths), overrides)
+
+
+def experiment_of(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> Experiment:
+    """Return an attempt's experiment with the overrides and the size that ``auto`` found."""
+    changes = [*create.noted_changes(paths, attempt), *overrides]
     experiment = as_training(frozen_experiment.load_changed(paths, changes).experiment)
     if experiment.optimization.micro_batch_size != "auto":
         return experiment

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.cli.evaluate import experiment_of, one_run, ranks_folder
 from hpc_train.cli.replay_options import ReplayOptions
+from hpc_train.cli.replayed_run import ReplayedRun, TrainedSteps, prepared, replayed_lines, thread_variables
 from hpc_train.console import put, put_json, say
-from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
-from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
@@ -27,11 +27,11 @@ from hpc_train.rank.env import count_gpus
 from hpc_train.report import parted_steps, replayed_steps
 from hpc_train.report.parted_steps import step_numbers
 from hpc_train.report.replayed_steps import MicroBatch, NonFinite, Range, Replayed, ReplayedStep
-from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.metric_rows import finite
+from hpc_train.run.rollbacks import read_rollbacks
 from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
 
@@ -55,13 +55,20 @@ _NUMBERS = ["samples", "loss", "grad_norm"]
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps of a run to repeat."""
+    """The steps of a run to repeat.
+
+    ``ranks_of_run``: the number of ranks that trained the last of them. ``earlier_ranks``: those that trained
+    the steps before, if a resume changed the ranks. ``rolled_back``: repeat the last step with the data that
+    the run has skipped since.
+    """
 
     run: RunPaths
     begin: int
     first: int
     last: int
     ranks_of_run: int | None
+    earlier_ranks: Sequence[int | None] = ()
+    rolled_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,12 @@ def replay(options: ReplayOptions) -> ExitCode:
     _refuse_fixed([*overrides, *options.changes])
     extras = Extras.of(options)
     check_run(paths)
-    stretch = _stretch(paths, options.step, options.to or options.step)
-    snapshot = None if is_new(options.code) else linked(paths)
+    run = ReplayedRun(paths, run_name(paths), is_new(options.code))
+    stretch, attempt = _stretch(run, options.step, options.to or options.step)
+    variables = thread_variables(run.machine(stretch.begin))
+    snapshot = None if run.uses_new_code else linked(paths)
     variants = [[]] if not options.changes else [[], options.changes]
-    experiments = [prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
+    experiments = [prepared(experiment_of(paths, attempt, [*overrides, *changes])) for changes in variants]
     num_ranks = options.devices or number_of_ranks(experiments[0], stretch)
     if extras.activations:
         _refuse_compiled(experiments)
@@ -128,7 +137,7 @@ def replay(options: ReplayOptions) -> ExitCode:
     replays: list[Replayed] = []
     for changes, experiment in zip(variants, experiments, strict=True):
         once = Extras(activations=extras.activations) if changes else extras
-        lines = run_stretch(stretch, experiment, snapshot, num_ranks, once)
+        lines = run_stretch(stretch, experiment, snapshot, num_ranks, once, variables=variables)
         if lines is None:
             return ExitCode.FAILED
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
@@ -147,7 +156,7 @@ def replay(options: ReplayOptions) -> ExitCode:
         put(*replayed_steps.replay_text(answer))
     first = replays[0]
     differs = first["first_difference"] is not None or any(step["differs"] for step in first["steps"])
-    is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
+    is_bitwise = num_ranks == stretch.ranks_of_run and not stretch.earlier_ranks and not overrides
     return ExitCode.FAILED if is_bitwise and differs else ExitCode.DONE
 
 
@@ -199,25 +208,27 @@ def _without_hang_limit(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"recovery": recovery})
 
 
-def _stretch(paths: RunPaths, first: int, last: int) -> Stretch:
-    """Return the steps, from the newest checkpoint before ``first``. Raises UsageError if there are none."""
+def _stretch(run: ReplayedRun, first: int, last: int) -> tuple[Stretch, int]:
+    """Return the steps, from the newest checkpoint before ``first``, and the attempt that trained the last.
+
+    Raises UsageError if there are none.
+    """
     if last < first:
         raise UsageError(f"--to: {last} is before --step {first}; write {first} or a later step")
-    total = read_status(paths).total_steps
+    total = read_status(run.paths).total_steps
     if total is not None and last > total:
         key = "--step" if first > total else "--to"
         raise UsageError(f"{key}: {max(first, last)} is past the last step of the run, {total}")
-    saved = next((checkpoint for checkpoint in committed(paths) if checkpoint.step < first), None)
-    ranks = (read_json(paths.run) or {}).get("ranks")
-    if saved is None:
-        return Stretch(paths, 0, first, last, ranks if isinstance(ranks, int) else None)
-    return Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
+    begin = max((step for step in run.checkpoints if step < first), default=0)
+    trained = run.trained(begin, last)
+    rolled_back = any(rollback.step == last for rollback in read_rollbacks(run.paths))
+    return replace(stretch_of(run, trained, first), rolled_back=rolled_back), trained[-1].attempt
 
 
-def prepared(experiment: Experiment) -> Experiment:
-    """Return the experiment without the parts that act on the run instead of on its steps."""
-    without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
-    return experiment.model_copy(update=without)
+def stretch_of(run: ReplayedRun, trained: Sequence[TrainedSteps], first: int) -> Stretch:
+    """Return the stretch of these steps, of which those from ``first`` on are reported."""
+    ranks = [part.ranks for part in trained]
+    return Stretch(run.paths, trained[0].begin, first, trained[-1].last, ranks[-1], ranks[:-1])
 
 
 def number_of_ranks(experiment: Experiment, stretch: Stretch) -> int:
@@ -231,7 +242,18 @@ def report_begin(stretch: Stretch, num_ranks: int) -> None:
     start = f"checkpoint {stretch.begin}" if stretch.begin else "the start"
     steps = counted(stretch.last - stretch.begin, "step")
     say(f"replay: {steps} from {start} of {run_name(stretch.run)}, on {counted(num_ranks, 'rank')}")
-    if stretch.ranks_of_run not in (num_ranks, None):
+    if stretch.rolled_back:
+        say(
+            f"replay: the run rolled step {stretch.last} back; it is repeated with the data that the run has "
+            f"skipped since, and with --to {stretch.last + 1} with those that it read instead"
+        )
+    if stretch.earlier_ranks:
+        ranks = ", then ".join(str(ranks or "?") for ranks in (*stretch.earlier_ranks, stretch.ranks_of_run))
+        say(
+            f"replay: the run trained these steps on {ranks} ranks, so numbers are equal up to rounding, not "
+            "bitwise"
+        )
+    elif stretch.ranks_of_run not in (num_ranks, None):
         say(
             f"replay: the run had {counted(stretch.ranks_of_run or 0, 'rank')}, so numbers are equal up to "
             f"rounding, not bitwise; --devices {stretch.ranks_of_run} starts as many"
@@ -253,7 +275,9 @@ def run_stretch(
     ``digests``: ``trace`` and ``states`` of ``replay.json``. ``variables``: of the ranks' environment.
     ``python``: their interpreter; None: this one.
     """
-    request = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last}
+    request: dict[str, Any] = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last}
+    if stretch.rolled_back:
+        request["rolled_back"] = stretch.last
     run = replay_folder(stretch.run, experiment, snapshot, {**request, **extras.request(), **(digests or {})})
     launcher = LocalLauncher(
         None if python is None else [str(python), *default_command(run)[1:]],
@@ -289,14 +313,6 @@ def replay_on_ranks(
     if ended != ExitCode.DONE:
         say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
     return ended == ExitCode.DONE
-
-
-def replayed_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of one rank. Raises HpcTrainError if they can't be read."""
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise HpcTrainError(f"{file}: can't be read: {error}") from error
 
 
 def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequence[str]) -> Replayed:

@@ -1,24 +1,39 @@
-"""A run whose steps are repeated, as its files are: for ``bisect``, ``verify`` and ``reproduce``."""
+"""A run whose steps are repeated, as its files are: for ``replay`` and the commands that use it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.evaluate import newest_experiment
-from hpc_train.cli.replay import prepared, replayed_lines
+from hpc_train.cli.evaluate import experiment_of, newest_experiment
 from hpc_train.errors import HpcTrainError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.parted_steps import Lines
 from hpc_train.report.reproduction import Parts
 from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.run.checkpoints import committed, verify
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.checkpoints import Manifest, committed, verify
 from hpc_train.run.digests import read_digests, read_parts
 from hpc_train.run.files import read_json
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    """Consecutive steps that as many ranks trained under the same ``parallel`` section."""
+
+    #: The step of the checkpoint from which they continued; 0: the start.
+    begin: int
+    last: int
+    #: None: not recorded.
+    ranks: int | None
+    #: The attempt that trained the last of them.
+    attempt: int
+    experiment: Experiment
 
 
 @dataclass
@@ -77,6 +92,35 @@ class ReplayedRun:
             **(extra.get("hardware") or {}),
         }
 
+    def trained(self, begin: int, last: int) -> list[TrainedSteps]:
+        """Return who trained the steps after ``begin`` up to ``last``, in order; at least one part.
+
+        By the attempts of the digests; without digests one part, by the checkpoint of ``last``, else by the
+        newest attempt.
+        """
+        records = {record.attempt & 0xFFFF: record for record in self.files.records}
+        attempts: list[tuple[int, int]] = []
+        for digest in read_digests(self.paths.digests, begin + 1, last):
+            if not attempts or digest.attempt != attempts[-1][1]:
+                attempts.append((digest.step - 1, digest.attempt))
+        parts: list[TrainedSteps] = []
+        for start, attempt in attempts:
+            record = records.get(attempt)
+            if record is None or record.ranks is None:
+                continue  # assume that nothing has changed
+            experiment = prepared(experiment_of(self.paths, record.attempt, []))
+            part = TrainedSteps(start if parts else begin, last, record.ranks, record.attempt, experiment)
+            if parts and _conditions(parts[-1]) == _conditions(part):
+                part = replace(part, begin=parts.pop().begin)
+            elif parts:
+                parts[-1] = replace(parts[-1], last=start)
+            parts.append(part)
+        if parts:
+            return parts
+        saved = self.checkpoints.get(last)
+        ranks = self.machine()["ranks"] if saved is None else Manifest.read(saved).world_size
+        return [TrainedSteps(begin, last, ranks, newest_number(self.paths), self.experiment)]
+
     def node(self, step: int, rank: int | None) -> str | None:
         """Return the node on which a rank computed a step; None if several are possible."""
         attempts = [digest.attempt for digest in read_digests(self.paths.digests, step, step)]
@@ -88,10 +132,29 @@ class ReplayedRun:
         return record.hosts[min((rank or 0) // per_node, len(record.hosts) - 1)]
 
 
+def _conditions(steps: TrainedSteps) -> tuple[int | None, object]:
+    """Return what has to be the same for bitwise identical steps."""
+    return steps.ranks, steps.experiment.parallel
+
+
+def prepared(experiment: Experiment) -> Experiment:
+    """Return the experiment without the parts that act on the run instead of on its steps."""
+    without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
+    return experiment.model_copy(update=without)
+
+
 def thread_variables(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables with which ranks compute with as many CPU threads as the run's."""
     counts = set(facts["threads"] or ())
     return {"OMP_NUM_THREADS": str(*counts)} if facts["device"] == "cpu" and len(counts) == 1 else {}
+
+
+def replayed_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of one rank. Raises HpcTrainError if they can't be read."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise HpcTrainError(f"{file}: can't be read: {error}") from error
 
 
 def replayed_stretches(folder: RunPaths, num_ranks: int) -> list[tuple[Lines, float]]:

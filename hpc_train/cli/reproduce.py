@@ -18,9 +18,9 @@ from typing import TypedDict
 
 from hpc_train.cli.changes import as_override
 from hpc_train.cli.evaluate import newest_experiment
-from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.cli.replay import Stretch, number_of_ranks, report_begin, run_stretch
 from hpc_train.cli.replay_options import ReproduceOptions
-from hpc_train.cli.replayed_run import thread_variables
+from hpc_train.cli.replayed_run import prepared, thread_variables
 from hpc_train.console import put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, StorageError, UsageError, counted, listed
 from hpc_train.experiment.config.schema import Experiment

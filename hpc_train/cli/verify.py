@@ -28,6 +28,7 @@ from hpc_train.cli.replayed_run import ReplayedRun, replayed_stretches, thread_v
 from hpc_train.cli.verify_jobs import VerifyingJobs, jobs_lines, joined, submit
 from hpc_train.console import put, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.local import LocalLauncher, noted_signals
 from hpc_train.paths import RunPaths
 from hpc_train.rank.env import count_gpus, gpu_names
@@ -45,7 +46,6 @@ from hpc_train.report.reproduction import (
     stretches_text,
 )
 from hpc_train.run import checkpoints
-from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.code.snapshot import linked
 from hpc_train.run.digests import read_digests
 from hpc_train.run.find import run_name
@@ -209,6 +209,7 @@ class _Part:
     begin: int
     last: int
     ranks: int
+    experiment: Experiment
     #: Of the ranks' environment.
     variables: tuple[tuple[str, str], ...]
     tolerance: float
@@ -259,28 +260,27 @@ class _Replays:
     def _part(self, begin: int, last: int) -> _Part:
         run, options = self._run, self._options
         facts = run.machine(begin)
-        saved = run.checkpoints.get(last)
-        of_run = Manifest.read(saved).world_size if saved and last not in run.damage else facts["ranks"]
-        ranks = options.devices or min(of_run or 1, self._num_gpus or os.cpu_count() or 1)
-        trained = {digest.attempt for digest in read_digests(run.paths.digests, begin + 1, last)}
-        all_ranks = {record.ranks for record in run.files.records if record.attempt & 0xFFFF in trained}
+        *earlier, trained = run.trained(begin, last)
+        ranks = options.devices or min(trained.ranks or 1, self._num_gpus or os.cpu_count() or 1)
         device = "cuda" if self._num_gpus else "cpu"
         is_exact = run.experiment.deterministic
         is_bitwise = (device == "cpu" if is_exact is None else is_exact) and (
-            facts["device"] in (None, device) and all_ranks | {of_run} <= {ranks, None}
+            facts["device"] in (None, device) and not earlier and trained.ranks in (ranks, None)
         )
         chosen = options.tolerance
         tolerance = chosen if chosen is not None else 0.0 if is_bitwise else DEFAULT_TOLERANCE
-        return _Part(begin, last, ranks, tuple(thread_variables(facts).items()), tolerance)
+        variables = tuple(thread_variables(facts).items())
+        return _Part(begin, last, ranks, trained.experiment, variables, tolerance)
 
     def _slots(self) -> list[list[_Slot]]:
-        """Return the slots that work at the same time, for one number of ranks and threads after another."""
-        kinds: dict[tuple[int, tuple[tuple[str, str], ...]], list[_Part]] = {}
+        """Return the slots that work at the same time, for one kind of ranks after another."""
+        kinds: dict[tuple[int, str, tuple[tuple[str, str], ...]], list[_Part]] = {}
         for part in self._parts:
-            kinds.setdefault((part.ranks, part.variables), []).append(part)
+            kind = part.ranks, part.experiment.model_dump_json(), part.variables
+            kinds.setdefault(kind, []).append(part)
         groups = []
-        for (ranks, variables), parts in kinds.items():
-            num_slots = min(self._num_slots(ranks, variables), len(parts))
+        for parts in kinds.values():
+            num_slots = min(self._num_slots(parts[0].ranks, parts[0].variables), len(parts))
             slots = [_Slot(number + 1) for number in range(num_slots)]
             for part in sorted(parts, key=lambda part: -part.steps):
                 min(slots, key=lambda slot: slot.steps).parts.append(part)
@@ -369,8 +369,9 @@ class _Replays:
         if self._num_gpus:
             names = gpu_names(os.environ)[(slot.number - 1) * ranks : slot.number * ranks]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        folder = replay_folder(run.paths, run.experiment, self._snapshot, request)
-        is_done = replay_on_ranks(folder, run.experiment, ranks, LocalLauncher(variables=variables), poll)
+        experiment = parts[0].experiment
+        folder = replay_folder(run.paths, experiment, self._snapshot, request)
+        is_done = replay_on_ranks(folder, experiment, ranks, LocalLauncher(variables=variables), poll)
         replayed = replayed_stretches(folder, ranks)
         if is_done and not replayed:
             raise UsageError(

@@ -108,7 +108,7 @@ class Replay(TypedDict):
     #: The step of the checkpoint from which the replays began; 0: from the start.
     checkpoint: int
     ranks: int
-    #: The number of ranks that saved the checkpoint; null if it is not recorded.
+    #: The number of ranks that trained the last of these steps; null if it is not recorded.
     ranks_of_run: int | None
     #: The replay as the run was; with ``--set`` also the changed one.
     replays: list[Replayed]

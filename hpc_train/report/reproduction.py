@@ -227,7 +227,7 @@ def reproduction_text(answer: Reproduction) -> str:
     start = f"checkpoint {answer['checkpoint']}" if answer["checkpoint"] else "the start"
     head = f"{answer['run']}: its replay from {start} on {counted(answer['ranks'], 'rank')}"
     if answer["is_reproducible"] is None:
-        return f"{head} can't be compared: the run has no digests and no checkpoint of these steps"
+        return f"{head} can't be compared: the run has no digests and no checkpoint of such steps and ranks"
     same = [counted(answer["compared"], "step")] if answer["compared"] else []
     if equal := answer["equal_checkpoints"]:
         same.append(f"checkpoint{'s' * (len(equal) > 1)} {listed(list(map(str, equal)), _SHOWN)}")

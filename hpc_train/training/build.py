@@ -19,6 +19,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.run import checkpoints, evaluation_jobs, metric_rows, weight_source
 from hpc_train.run.digests import DigestWriter, StepDigest
+from hpc_train.run.rollbacks import Rollback
 from hpc_train.run.spikes import SpikeRule
 from hpc_train.training import batch_size_search, compiling, evaluation_outputs, non_finite
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
@@ -75,7 +76,7 @@ def train(rank: Rank) -> ExitCode:
             run.metrics_writer.close()
         if run.flops is not None:
             run.flops.count.close()
-        for file in (run.digests, run.spikes):
+        for file in (run.digests, run.spikes, run.rollbacks):
             if file is not None:
                 file.close()
     rank.note_signal()  # again: it may have reached another rank first
@@ -124,12 +125,15 @@ def _train_once(run: TrainingRun) -> bool | None:
     rank.progress.at("loading")
     begin = None if run.stretch is None else run.stretch.begin
     start = resumed(rank, checkpointer, train_state, run.source, begin)
-    skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
-    non_finite.check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
+    # A replay may begin at a checkpoint that was saved after a rollback of the step that it repeats.
+    earlier = start.position.skipped if run.stretch is None else ()
+    skipped = tuple(sorted({*earlier, *run.skipped}))
+    if run.stretch is None:
+        non_finite.check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
     start = replace(start, position=Position(start.position.step, skipped))
     rank.note("loaded")
     if run.stretch is None:
-        begin_record(run, start.position.step)
+        begin_record(run, start.position)
     report_start(run, train_state, start.position)
     with ExitStack() as stack:
         trainer = _trainer(run, train_state, checkpointer, start, stack)
@@ -163,6 +167,8 @@ def _go_back(run: TrainingRun, start: Position, back: non_finite.RollbackError) 
     """Record which data the run skips from now on. The same on every rank."""
     window = next(Position(back.step, start.skipped).windows())
     run.skipped, run.rolled_back_at = run.skipped | {window}, back.step + 1
+    if run.rollbacks is not None:
+        run.rollbacks.append(Rollback(back.step + 1, window))
     if run.rank.is_first:
         _log.warning("%s; going back to the newest checkpoint, leaving data window %d out", back, window)
 

@@ -36,6 +36,7 @@ from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.digests import StepDigest, read_digests
 from hpc_train.run.files import read_json
+from hpc_train.run.rollbacks import read_rollbacks, skipped_since
 from hpc_train.training.build import free_memory, prepared_run, train_again
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.checkpoint.saved_tensors import SavedState, read_into
@@ -73,7 +74,8 @@ class _Request:
     ``traced``: the steps of which each module's inputs, outputs and gradients get a digest. ``states``: the
     steps after which each tensor of the state gets one; None: without digests of tensors. ``stretches``:
     ``begin`` and ``last`` of those to repeat one after the other, in place of ``begin`` to ``last``.
-    ``distances``: compare the state with the checkpoints of these steps, too.
+    ``distances``: compare the state with the checkpoints of these steps, too. ``rolled_back``: the last step,
+    if it is repeated as it was before the run rolled it back; its digest is not of that time.
     """
 
     run: RunPaths
@@ -89,6 +91,7 @@ class _Request:
     debugger: bool
     distances: frozenset[int] = frozenset()
     stretches: tuple[tuple[int, int], ...] = ()
+    rolled_back: int | None = None
 
     def parts(self) -> list[_Request]:
         """Return the requests to answer one after the other."""
@@ -124,6 +127,7 @@ class _Request:
             None if states is None else frozenset(states),
             distances=frozenset(data.get("distances") or ()),
             stretches=tuple((begin, end) for begin, end in data.get("stretches") or ()),
+            rolled_back=data.get("rolled_back"),
             **{name: bool(data.get(name)) for name in _EXTRAS},
         )
 
@@ -134,7 +138,7 @@ def replay(rank: Rank) -> ExitCode:
     Raises BadFileError if the checkpoint is of another model, StorageError if it is damaged.
     """
     request = _Request.read(rank.paths)
-    skipped = _skipped(request.run)
+    skipped = _skipped(request)
     replayed = prepared_run(rank)
     is_done: bool | None = True
     with rank.paths.replay(rank.facts.rank).open("w") as file:
@@ -172,15 +176,21 @@ def _debugged(is_enabled: bool) -> Iterator[None]:
         raise
 
 
-def _skipped(run: RunPaths) -> frozenset[int]:
-    """Return the data windows that the run has skipped up to its newest checkpoint.
+def _skipped(request: _Request) -> frozenset[int]:
+    """Return the data windows that the run skipped when it trained the steps for the last time.
 
-    A checkpoint before a rollback does not contain the window that the rollback skipped.
+    A window that is skipped at a rollback does not change the steps before, so these are all windows, except
+    for a step as it was before it was rolled back. A checkpoint has those of the rollbacks before it.
     """
-    for checkpoint in committed(run)[:1]:
+    rollbacks = read_rollbacks(request.run)
+    windows = {rollback.window for rollback in rollbacks}
+    for checkpoint in committed(request.run):
         with suppress(BadFileError, KeyError, TypeError):
-            return frozenset(read_object(checkpoint.state)["extra"]["position"]["skipped"])
-    return frozenset()
+            windows.update(read_object(checkpoint.state)["extra"]["position"]["skipped"])
+            break
+    if request.rolled_back is not None:
+        windows -= skipped_since(rollbacks, request.rolled_back)
+    return frozenset(windows)
 
 
 class _Newest:
@@ -212,7 +222,7 @@ class _Observer(StepObserver):
         )
         steps = request.begin + 1, request.last
         digests = read_digests(request.run.digests, *steps) if rank.is_first else ()
-        self._recorded = {digest.step: digest for digest in digests}
+        self._recorded = {digest.step: digest for digest in digests if digest.step != request.rolled_back}
         #: Micro-batch number → its mean loss.
         self._losses: dict[int, Tensor] = {}
         #: Module → the sum of its squared gradients in this rank's part.

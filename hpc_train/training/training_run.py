@@ -20,6 +20,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs, files
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.metric_rows import MetricsFile
+from hpc_train.run.rollbacks import RollbacksFile
 from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.notices import batch_notices
@@ -46,8 +47,8 @@ _log = logging.getLogger(__name__)
 class Stretch:
     """The steps of another run that ranks replay, from its checkpoint ``begin`` (0: the start) to ``end``.
 
-    ``skipped``: the data windows that the run skipped. ``observe`` returns the observer of the steps.
-    ``profile``: the steps to profile; its ``after_steps`` may be 0.
+    ``skipped``: the data windows that the run skipped when it trained them. ``observe`` returns the observer
+    of the steps. ``profile``: the steps to profile; its ``after_steps`` may be 0.
     """
 
     run: RunPaths
@@ -73,6 +74,7 @@ class TrainingRun:
     metrics_writer: MetricsWriter | None = None
     digests: DigestFiles | None = None
     spikes: SpikesFile | None = None
+    rollbacks: RollbacksFile | None = None
     #: On rank 0 only, of ``checkpoint.every: auto``.
     interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
@@ -99,8 +101,9 @@ class TrainingRun:
         return {} if self.flops is None else self.flops.row(samples_per_s)
 
 
-def begin_record(run: TrainingRun, step: int) -> None:
+def begin_record(run: TrainingRun, position: Position) -> None:
     """Start, or after a rollback continue, rank 0's record of the training."""
+    step, optimization = position.step, run.rank.experiment.optimization
     if run.rank.is_first:
         EvaluationFiles(run.rank.paths).withdraw(step)
     if run.metrics_writer is not None:
@@ -115,8 +118,10 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.metrics_writer.begin(step)
     if run.rank.is_first:
         run.digests = digest_files(run.rank.experiment, run.rank.device, run.rank.paths, step)
-        if run.rank.experiment.optimization.on_spike is not None:
+        if optimization.on_spike is not None:
             run.spikes = SpikesFile(run.rank.paths.spikes, step)
+        if run.rollbacks is None and "rollback" in (optimization.on_non_finite, optimization.on_spike):
+            run.rollbacks = RollbacksFile(run.rank.paths.rollbacks, position.skipped)
 
 
 def bad_sample_count(run: TrainingRun, agreement: Agreement) -> BadSampleCount:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_train.cli import bisect as module
+from hpc_train.cli.replay import Stretch
+from hpc_train.cli.replayed_run import ReplayedRun
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.digests import DigestsFile
 from tests.cli.commands import hpc_train, succeeded
@@ -74,3 +76,23 @@ def test_mistakes_are_named_before_any_rank_starts(words: list[str], message: st
     run("ccc", range(6, 9))
     done = hpc_train("bisect", *words)
     assert done.code == 2 and message in done.err.replace("\n", " "), done.err
+
+
+def test_each_part_of_a_run_is_replayed_by_the_ranks_that_trained_it(
+    resumed: ReplayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 7, from which the third attempt continued, is gone; that of step 10 is not."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    replays = []
+
+    def run_stretch(stretch: Stretch, _: Any, __: Any, num_ranks: int, **___: Any) -> Any:
+        replays.append((stretch.begin, stretch.last, num_ranks))
+        lines = [{"step": step, "state": "0a"} for step in range(stretch.begin, stretch.last + 1)]
+        return [lines] * num_ranks
+
+    monkeypatch.setattr(module, "run_stretch", run_stretch)
+    monkeypatch.setattr(module._Search, "_compare_with_run", lambda *_: None)
+    done = hpc_train("bisect", "abc", "--from", "2", "--to", "12")
+    assert done.code == 0, done.err
+    assert replays == [(0, 5, 2), (5, 7, 1), (10, 12, 2)]
+    assert "abc: steps 8 to 10 can't be compared on the ranks that trained" in done.err.replace("\n", " ")

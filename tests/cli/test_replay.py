@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from hpc_train.cli import replay as module
 from hpc_train.cli.replay import _replayed
+from hpc_train.cli.replayed_run import ReplayedRun
 from hpc_train.paths import RunPaths
 from hpc_train.report.replayed_steps import Replay, replay_text
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import stderr_of
+from tests.cli.commands import hpc_train, stderr_of
+from tests.run.runs import change_facts
+from tests.run.test_digests import write_digests
 
 
 @pytest.fixture
@@ -67,7 +71,60 @@ def test_a_replay_begins_at_the_newest_checkpoint_before_the_step(
     run: RunPaths, first: int, begin: int
 ) -> None:
     """The checkpoint of step 10 has the state after that step."""
-    assert module._stretch(run, first, first).begin == begin
+    stretch, _ = module._stretch(ReplayedRun(run, "abc", uses_new_code=False), first, first)
+    assert stretch.begin == begin
+
+
+def test_the_ranks_of_steps_are_those_that_trained_them(resumed: ReplayedRun) -> None:
+    """2 ranks saved the checkpoint of step 5, from which one continued."""
+
+    def parts(begin: int, last: int) -> list[tuple[int, int, int | None]]:
+        return [(part.begin, part.last, part.ranks) for part in resumed.trained(begin, last)]
+
+    assert parts(0, 5) == [(0, 5, 2)] and parts(5, 6) == [(5, 6, 1)]
+    assert parts(0, 12) == [(0, 5, 2), (5, 7, 1), (7, 12, 2)]
+    write_digests(resumed.paths.digests, [1] * 5 + [3] * 7)
+    assert parts(0, 12) == [(0, 12, 2)], "the steps of attempt 2 were trained again"
+    change_facts(resumed.paths, changes={"3": ["parallel.strategy=fsdp"]})
+    assert parts(0, 12) == [(0, 5, 2), (5, 12, 2)]
+    strategies = [part.experiment.parallel.strategy for part in resumed.trained(0, 12)]
+    assert strategies == ["ddp", "fsdp"]
+    resumed.paths.digests.unlink()
+    assert parts(0, 5) == [(0, 5, 2)], "that saved its checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ranks", "words"),
+    [(6, 6, 1, ""), (4, 4, 2, ""), (3, 10, 2, "the run trained these steps on 2, then 1, then 2 ranks")],
+)
+def test_a_replay_has_as_many_ranks_as_trained_its_last_step(
+    first: int, last: int, ranks: int, words: str, resumed: ReplayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that differ fail a replay unless several numbers of ranks trained its steps."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+    def run_stretch(stretch: module.Stretch, _: Any, __: Any, num_ranks: int, *___: Any, **____: Any) -> Any:
+        assert (num_ranks, stretch.ranks_of_run) == (ranks, ranks)
+        lines = [line(last, rank) for rank in range(ranks)]
+        lines[0]["recorded"] = lines[0]["recorded"] | {"loss": 7.0}
+        return [[of_rank] for of_rank in lines]
+
+    monkeypatch.setattr(module, "run_stretch", run_stretch)
+    done = hpc_train("replay", "abc", "--step", str(first), "--to", str(last))
+    assert done.code == (0 if words else 1) and words in done.err.replace("\n", " "), done.err
+
+
+def test_the_ranks_have_the_threads_of_the_run(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"device": "cpu", "hardware": {"threads": [3, 3]}}
+    run.checkpoint(5).state.write_text(json.dumps({"extra": extra}))
+    given: list[dict[str, str]] = []
+
+    def run_stretch(*_: Any, variables: dict[str, str], **__: Any) -> None:
+        given.append(variables)
+
+    monkeypatch.setattr(module, "run_stretch", run_stretch)
+    stderr_of(1, "replay", "abc", "--step", "3")
+    assert given == [{"OMP_NUM_THREADS": "3"}], "from the start: no checkpoint restores them"
 
 
 def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file
 from tests.cli.json_checks import checked
 from tests.end_to_end import random_faults
 from tests.end_to_end.flips import FLIP
-from tests.end_to_end.runs import COMPILED, hpc_train, only_run, work_tree, write_experiment
-from tests.end_to_end.test_replay import copy_run
+from tests.end_to_end.holding import Hold
+from tests.end_to_end.runs import COMPILED, hpc_train, only_run, start, work_tree, write_experiment
+from tests.end_to_end.test_replay import copy_run, replayed
 from tests.faults.schedule import chosen_seeds
 from tests.quiet import QuietRuns
 
@@ -221,3 +222,26 @@ def test_a_run_is_replayed_with_the_current_code(tmp_path: Path) -> None:
     assert hpc_train("bisect", run.folder, cwd=tree).code == 0, "its own code"
     done = hpc_train("bisect", run.folder, "--code", "new", cwd=tree)
     assert done.code == 1 and f"up to step {STEP} (loss, gradient norm)" in done.out, done.out
+
+
+def test_a_run_that_resumed_on_other_ranks_equals_its_replays(tmp_path: Path) -> None:
+    """One rank trains, two continue; the checkpoint between them is of one."""
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    words = ("device=cpu", "checkpoint.keep=9", "--local", "--devices")
+    with Hold(tmp_path, 5) as hold:
+        process = start("submit", write_experiment(tmp_path, TEXT), hold.override, *words, "1", **runs)
+        hold.wait(process)
+        run = only_run(tmp_path)
+        process.terminate()
+        assert process.wait() == 130
+    between = max(saved.step for saved in run.checkpoint_folders())
+    done = hpc_train("resume", run.folder, "parallel.strategy=fsdp", "--devices", "2")
+    assert done.code == 0, done.err
+    answer = bisected(run.folder, code=0)
+    own = [(one["checkpoint"], one["ranks"], one["is_reproducible"]) for one in answer["reproduction"]]
+    assert own == [(4, 1, True), (between, 2, True)], answer
+    answer = replayed(run, "--step", str(between + 1))
+    (step,) = answer["replays"][0]["steps"]
+    assert (answer["checkpoint"], answer["ranks_of_run"], step["differs"]) == (between, 2, [])
+    text = hpc_train("verify", run.folder, "--replay")
+    assert text.code == 0 and text.out.count("bitwise identical") == 5, text.out

@@ -12,6 +12,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import exit_codes
 from hpc_train.run.checkpoints import committed
 from tests.end_to_end.holding import Hold
+from tests.end_to_end.parts import POISON
 from tests.end_to_end.runs import (
     EXPERIMENT,
     Done,
@@ -116,3 +117,19 @@ def test_rollback_skips_the_data_for_good(strategy: str, tmp_path: Path) -> None
     assert [row["step"] for row in rows(paths, "train")] == list(range(1, 51)), "each step once"
     assert all(row["loss"] is not None for row in rows(paths)) and are_finite(paths)
     assert "going back to the newest checkpoint" in paths.attempt(1).log(0).read_text()
+
+
+def test_the_replay_of_the_step_that_ends_a_run_skips_what_the_run_has_skipped(tmp_path: Path) -> None:
+    """No checkpoint has the first rollback."""
+    overrides = ("optimization.on_non_finite=rollback", "optimization.max_non_finite=1")
+    more = ("optimization.steps=60", "checkpoint.every_steps=1000")
+    paths, done = train(tmp_path, *overrides, *more, devices=1)
+    assert done.code == 1 and not committed(paths)
+    _, _, command = status(paths)["reason"].partition("hpc-train replay ")
+    done = hpc_train("replay", *command.split()[:3], "--json", HPC_TRAIN_RUNS=str(tmp_path / "runs"))
+    assert done.code == 0, done.err
+    (replay,) = json.loads(done.out)["replays"]
+    (last,) = replay["steps"]
+    assert last["step"] == int(command.split()[2]) and last["non_finite"] is not None
+    assert POISON in [index for batch in last["micro_batches"] for index in batch["samples"]]
+    assert replay["first_difference"] is None and replay["compared"] > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
+from hpc_train.run.rollbacks import read_rollbacks
 from hpc_train.run.spikes import Spike, read_spikes
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.parts import POISON
@@ -20,6 +21,7 @@ from tests.end_to_end.runs import (
     write_experiment,
 )
 from tests.end_to_end.test_non_finite import extra
+from tests.end_to_end.test_replay import replayed
 from tests.quiet import QuietRuns
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(69)]
@@ -79,3 +81,12 @@ def test_a_stopped_run_resumes_bitwise_past_spikes(
     assert isinstance(position, dict) and bool(position["skipped"]) == (policy == "rollback")
     if policy != "report":
         assert any(POISON in spike.samples for spike in spikes(paths))
+    assert read_rollbacks(quiet) == read_rollbacks(paths)
+    if policy == "rollback":  # the step that was trained instead has other samples
+        *_, spike = (spike for spike in spikes(quiet) if POISON in spike.samples)
+        (step,) = replayed(quiet, "--step", str(spike.step))["replays"][0]["steps"]
+        batches = step["micro_batches"]
+        assert [index for batch in batches for index in batch["samples"]] == spike.samples
+        assert (step["loss"], step["recorded"]) == (spike.loss, None)
+        retrained = replayed(quiet, "--step", str(spike.step), "--to", str(spike.step + 1))["replays"][0]
+        assert [step["differs"] for step in retrained["steps"]] == [[], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ def digest(step: int, attempt: int = 1) -> StepDigest:
     return StepDigest(
         step, (step * 0x9E3779B97F4A7C15) % 2**64, 1 / step, None if step % 3 else step / 7, attempt
     )
+
+
+def write_digests(path: Path, attempts: Sequence[int]) -> None:
+    """Write a digest of each step from 1 on, by the attempt that trained it."""
+    path.unlink(missing_ok=True)
+    file = DigestsFile(path, 0)
+    file.append([digest(step, attempt) for step, attempt in enumerate(attempts, 1)])
+    file.close()
 
 
 def write(path: Path, steps: range, resumed_step: int = 0, attempt: int = 1) -> None:
