@@ -140,8 +140,9 @@ def _copy_records(old: RunPaths, new: RunPaths, last_step: int) -> None:
     _copy_rows(old, new, last_step)
     copy_records(old.digests, new.digests, last_step, StepDigest, INHERITED)
     copy_records(old.part_digests, new.part_digests, last_step, PartDigest, INHERITED)
-    if old.spikes.exists():
-        _copy(old.spikes, new.spikes)  # the next attempt drops those of later steps
+    for name in ("spikes", "rollbacks"):  # the next attempt drops lines that it does not need
+        if (file := getattr(old, name)).exists():
+            _copy(file, getattr(new, name))
     if old.evaluation_jobs.is_dir():  # without jobs: the new run submits those that have left no row
         shutil.copytree(old.evaluation_jobs, new.evaluation_jobs, ignore=shutil.ignore_patterns("*.jobs"))
     if samples := bad_samples.all_known(old):

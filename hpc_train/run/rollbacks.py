@@ -15,7 +15,9 @@ from typing import BinaryIO
 
 from typing_extensions import override
 
+from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.file_shapes import Count, decoded
 from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.growing_file import GrowingFile
@@ -58,11 +60,23 @@ def read_rollbacks(paths: RunPaths) -> list[Rollback]:
     return []
 
 
-def skipped_since(rollbacks: list[Rollback], step: int) -> set[int]:
-    """Return the windows that were skipped when ``step`` was rolled back for the last time, and later."""
-    steps = [rollback.step for rollback in rollbacks]
-    newest = len(steps) - 1 - steps[::-1].index(step)
-    return {rollback.window for rollback in rollbacks[newest:]}
+def skipped_windows(paths: RunPaths, rolled_back: int | None = None) -> frozenset[int]:
+    """Return the data windows that the run skipped when it trained its steps for the last time.
+
+    A window that is skipped at a rollback does not change the steps before, so these are all windows; without
+    those skipped since the step ``rolled_back`` was rolled back. A checkpoint has those of earlier rollbacks.
+    """
+    rollbacks = read_rollbacks(paths)
+    windows = {rollback.window for rollback in rollbacks}
+    for checkpoint in committed(paths):
+        with suppress(BadFileError, KeyError, TypeError):
+            windows.update(read_object(checkpoint.state)["extra"]["position"]["skipped"])
+            break
+    if rolled_back is not None:
+        steps = [rollback.step for rollback in rollbacks]
+        newest = len(steps) - 1 - steps[::-1].index(rolled_back)
+        windows -= {rollback.window for rollback in rollbacks[newest:]}
+    return frozenset(windows)
 
 
 def _parsed(line: bytes) -> Rollback | None:

@@ -30,13 +30,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import override
 
-from hpc_train.errors import BadFileError, ExitCode, NonFiniteError
+from hpc_train.errors import ExitCode, NonFiniteError
 from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.paths import CheckpointPaths, RunPaths
-from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.digests import StepDigest, read_digests
 from hpc_train.run.files import read_json
-from hpc_train.run.rollbacks import read_rollbacks, skipped_since
+from hpc_train.run.rollbacks import skipped_windows
 from hpc_train.training.build import free_memory, prepared_run, train_again
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.checkpoint.saved_tensors import SavedState, read_into
@@ -138,7 +137,7 @@ def replay(rank: Rank) -> ExitCode:
     Raises BadFileError if the checkpoint is of another model, StorageError if it is damaged.
     """
     request = _Request.read(rank.paths)
-    skipped = _skipped(request)
+    skipped = skipped_windows(request.run, request.rolled_back)
     replayed = prepared_run(rank)
     is_done: bool | None = True
     with rank.paths.replay(rank.facts.rank).open("w") as file:
@@ -174,23 +173,6 @@ def _debugged(is_enabled: bool) -> Iterator[None]:
             traceback.print_exception(error, limit=-1, file=sys.stdout)
             pdb.post_mortem(error.__traceback__)
         raise
-
-
-def _skipped(request: _Request) -> frozenset[int]:
-    """Return the data windows that the run skipped when it trained the steps for the last time.
-
-    A window that is skipped at a rollback does not change the steps before, so these are all windows, except
-    for a step as it was before it was rolled back. A checkpoint has those of the rollbacks before it.
-    """
-    rollbacks = read_rollbacks(request.run)
-    windows = {rollback.window for rollback in rollbacks}
-    for checkpoint in committed(request.run):
-        with suppress(BadFileError, KeyError, TypeError):
-            windows.update(read_object(checkpoint.state)["extra"]["position"]["skipped"])
-            break
-    if request.rolled_back is not None:
-        windows -= skipped_since(rollbacks, request.rolled_back)
-    return frozenset(windows)
 
 
 class _Newest:
