@@ -31,6 +31,10 @@ BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
 _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "runtime.cpp", _FOLDER / "operators.cpp")
 _OPTIONS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-w")
+#: Preloaded into every program, whose own libstdc++ may be another. Were the names of this one visible, an
+#: exception that gloo throws again would abort the process.
+_HIDDEN = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+_ALONE = (*_HIDDEN, "-Wl,-soname,libcuda.so.1", "-ldl")
 
 
 def is_here() -> bool:
@@ -65,7 +69,9 @@ def forking() -> AbstractContextManager[None]:
 
 def library() -> Path:
     """Return runtime.so, which loads operators.so beside it; built at first use: ten seconds of CPU time."""
-    hashed = hashlib.sha256(repr((_OPTIONS, _torch(), (_torch() / "version.py").read_text())).encode())
+    hashed = hashlib.sha256(
+        repr((_OPTIONS, _ALONE, _torch(), (_torch() / "version.py").read_text())).encode()
+    )
     for source in _SOURCES:
         hashed.update(source.read_bytes())
     own = Path(tempfile.gettempdir()) / f"hpc-train-fake-cuda-{os.geteuid()}"
@@ -85,11 +91,9 @@ def library() -> Path:
 def _compile(folder: Path) -> None:
     torch, headers = _torch(), f"-I{_cuda_headers()}"
     runtime, operators = map(str, _SOURCES)
-    # Preloaded into every program, whose own libstdc++ may be another.
-    alone = ("-static-libstdc++", "-static-libgcc", "-Wl,-soname,libcuda.so.1", "-ldl")
     libraries = (f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu")
     compiler = ["g++", *_OPTIONS, headers]
-    subprocess.run([*compiler, runtime, "-o", str(folder / "runtime.so"), *alone], check=True)
+    subprocess.run([*compiler, runtime, "-o", str(folder / "runtime.so"), *_ALONE], check=True)
     subprocess.run([*compiler, operators, "-o", str(folder / "operators.so"), *libraries], check=True)
 
 
