@@ -261,7 +261,7 @@ class _Search:
 
     def _place_of_one(self) -> Place | None:
         (run,) = self.runs
-        intact = [step for step in run.checkpoints if step not in run.damage]
+        intact = [step for step in run.checkpoints if step not in run.damage and step >= run.begin]
         begin = run.newest_before(self.options.first) if self.options.first > 1 else min(intact, default=0)
         last = self.options.last or max([read_status(run.paths).step, *run.checkpoints])
         if begin >= last:  # the only checkpoint is that of the last step

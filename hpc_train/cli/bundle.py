@@ -33,6 +33,7 @@ from hpc_train.run.bundle_inputs import NamedFiles, mapped_strings
 from hpc_train.run.checkpoints import INHERITED, Manifest, committed, kept_best, verify
 from hpc_train.run.code.snapshot import TREE, Code, linked, load
 from hpc_train.run.create import inputs_differ, newest_versions, noted_changes
+from hpc_train.run.extension import begin_of
 from hpc_train.run.files import json_text, read_json, write_new
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.run_status import GOING_ON, read_status, run_facts
@@ -172,7 +173,7 @@ def _packed(paths: RunPaths, options: BundleOptions, new: RunPaths) -> _Packed:
 def _chosen(paths: RunPaths, run: Mapping[str, Any], *, wants_all: bool) -> list[CheckpointPaths]:
     """Return the checkpoints to pack, lowest step first: the newest, the best, and the one it began at."""
     by_step = {checkpoint.step: checkpoint for checkpoint in reversed(committed(paths))}
-    name, begin, best = run_name(paths), _begin(run), kept_best(paths)
+    name, begin, best = run_name(paths), begin_of(run), kept_best(paths)
     if not by_step:
         raise UsageError(f"{name}: has no checkpoint, so there is nothing to reproduce")
     if begin and begin not in by_step:
@@ -185,10 +186,6 @@ def _chosen(paths: RunPaths, run: Mapping[str, Any], *, wants_all: bool) -> list
     if problems := [problem for checkpoint in chosen for problem in verify(checkpoint)]:
         raise StorageError("\n".join(problems))
     return chosen
-
-
-def _begin(run: Mapping[str, Any]) -> int:
-    return int((run.get("extends") or {}).get("step", 0))
 
 
 def _public(experiment: Experiment, run: Mapping[str, Any], named: NamedFiles) -> Experiment:
@@ -274,7 +271,7 @@ def _facts(
     return BundleFacts(
         id=paths.folder.name,
         name=paths.siblings.folder.name,
-        begin=_begin(run),
+        begin=begin_of(run),
         checkpoints=[checkpoint.step for checkpoint in checkpoints],
         ranks=Manifest.read(checkpoints[-1]).world_size,
         device=device,

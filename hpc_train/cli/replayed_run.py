@@ -19,6 +19,7 @@ from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import Manifest, committed, verify
 from hpc_train.run.digests import read_digests, read_parts
+from hpc_train.run.extension import begin_of
 from hpc_train.run.files import read_json
 
 
@@ -50,6 +51,11 @@ class ReplayedRun:
     def files(self) -> RunFiles:
         """The run's records."""
         return RunFiles.read(self.paths)
+
+    @property
+    def begin(self) -> int:
+        """The step from which it trains: 0, or that where it extends another run."""
+        return begin_of(self.files.facts)
 
     @cached_property
     def experiment(self) -> Experiment:

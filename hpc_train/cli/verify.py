@@ -246,16 +246,20 @@ class _Replays:
         self._snapshot = None if run.uses_new_code else linked(run.paths)
 
     def _stretches(self) -> list[tuple[int, int]]:
-        """Return the ends of the stretches: every intact checkpoint, and the newest step."""
+        """Return the ends of the stretches: every intact checkpoint, and the newest step.
+
+        Steps of another run, which this one extends, are left to a verification of that one.
+        """
         run = self._run
         newest = max(run.checkpoints, default=0)
         last = max((digest.step for digest in read_digests(run.paths.digests, newest + 1)), default=newest)
-        if last == 0:
+        if last <= run.begin:
             raise UsageError(
                 f"{run.name}: has neither checkpoints nor digests to compare a replay with; repeat this once "
                 "it has saved a checkpoint"
             )
-        return list(pairwise(sorted({0, *(run.checkpoints.keys() - run.damage.keys()), last})))
+        ends = sorted({0, *(run.checkpoints.keys() - run.damage.keys()), last})
+        return [(begin, end) for begin, end in pairwise(ends) if begin >= run.begin]
 
     def _part(self, begin: int, last: int) -> _Part:
         run, options = self._run, self._options

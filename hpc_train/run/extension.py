@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,14 @@ from hpc_train.run.run_status import INTERRUPTED, RunStatus, extended_run, read_
 #: The keys that an extension changes, without their section ``optimization``.
 LENGTH = ("steps", "epochs")
 _ATTEMPT = re.compile(rb'("attempt": )\d+')
+
+
+def begin_of(run: Mapping[str, Any]) -> int:
+    """Return the step from which the run of ``run.json`` trains: 0, or that where it extends another run.
+
+    The steps before are those of the other run, whose schedule may have had another length.
+    """
+    return int((run.get("extends") or {}).get("step", 0))
 
 
 def extend(

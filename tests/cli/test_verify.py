@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpc_train.launchers.base import JobArray, KeyProblem
 from hpc_train.paths import RunPaths
 from hpc_train.report.reproduction import VerifiedStretch
 from hpc_train.run.digests import DigestsFile
+from hpc_train.run.files import write_json
 from hpc_train.run.verification_parts import PartsRequest
 from tests.cli.commands import hpc_train, stderr_of
 from tests.cli.json_checks import checked
@@ -71,6 +73,8 @@ def test_stretches_end_at_intact_checkpoints_and_the_newest_digest(run: RunPaths
     run.checkpoint(10).shard(0).write_bytes(b"damaged")
     assert replays(run)._stretches() == [(0, 5), (5, 20), (20, 23)]
     assert [(part.begin, part.last) for part in replays(run, (2, 3))._parts] == [(5, 20)]
+    write_json(run.run, json.loads(run.run.read_text()) | {"extends": {"run": "def", "step": 5}})
+    assert replays(run)._stretches() == [(5, 20), (20, 23)], "the run before had another length"
 
 
 @pytest.mark.parametrize(
