@@ -54,7 +54,7 @@ class ReplayedRun:
 
     @property
     def begin(self) -> int:
-        """The step from which it trains: 0, or that where it extends another run."""
+        """The step at which it begins to train: 0, or the last step of the run that it extends."""
         return begin_of(self.files.facts)
 
     @cached_property
@@ -139,7 +139,7 @@ class ReplayedRun:
 
 
 def _conditions(steps: TrainedSteps) -> tuple[int | None, object]:
-    """Return what has to be the same for bitwise identical steps."""
+    """Return the conditions under which a replay of the steps is bitwise identical."""
     return steps.ranks, steps.experiment.parallel
 
 

@@ -248,7 +248,7 @@ class _Replays:
     def _stretches(self) -> list[tuple[int, int]]:
         """Return the ends of the stretches: every intact checkpoint, and the newest step.
 
-        Steps of another run, which this one extends, are left to a verification of that one.
+        Without the steps of a run that this one extends: verify that run.
         """
         run = self._run
         newest = max(run.checkpoints, default=0)

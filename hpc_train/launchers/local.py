@@ -222,7 +222,7 @@ def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses,
         _write_end(request.paths, request.attempt, outcome)
     saved_step = step_for_budgets(request.paths, request.attempt)
     attempt = request.paths.attempt(request.attempt)
-    measured = read_record(attempt) or record  # by rank 0
+    measured = read_record(attempt) or record  # with rank 0's events
     ended = measured.ended(ranks.exit_codes(), outcome.reason)
     write_record(attempt, replace(ended, cause=outcome.cause, saved_step=saved_step))
 

@@ -84,7 +84,7 @@ class BestSoFar:
 
 
 def shown_after(shown: BestSoFar | None, step: int, metrics: Mapping[str, Any]) -> BestSoFar | None:
-    """Return what ``status`` shows after another evaluation of a run whose file names no metric."""
+    """Add an evaluation to the best value that ``status`` shows of a run whose file names no metric."""
     if shown is None and (name := default_metric(metrics)):
         shown = BestSoFar(name, goal_of(name))
     if shown is not None:

@@ -250,8 +250,9 @@ def _records(file: BinaryIO, kind: type[Record]) -> Iterator[Record]:
 
 
 def copy_records(old: Path, new: Path, last_step: int, kind: type[Digest], attempt: int) -> None:
-    """Copy the records up to ``last_step``, as those of ``attempt``, to a new file; none if there is no old
-    one. It is on disk then. Raises as ``read_digests``.
+    """Copy the records up to ``last_step``, as those of ``attempt``, to a new file, and sync it to the disk.
+
+    Does nothing without an old file. Raises as ``read_digests``.
     """
     if not old.exists():
         return

@@ -29,9 +29,9 @@ _ATTEMPT = re.compile(rb'("attempt": )\d+')
 
 
 def begin_of(run: Mapping[str, Any]) -> int:
-    """Return the step from which the run of ``run.json`` trains: 0, or that where it extends another run.
+    """Return the step at which a run begins to train: 0, or the last step of the run that it extends.
 
-    The steps before are those of the other run, whose schedule may have had another length.
+    ``run``: the content of ``run.json``. The schedule of the extended run may have another length.
     """
     return int((run.get("extends") or {}).get("step", 0))
 
@@ -137,7 +137,7 @@ def _link(old: Path, new: Path) -> None:
 
 
 def _copy(old: Path, new: Path) -> None:
-    """Copy a file; it is on disk then."""
+    """Copy a file and sync the copy to the disk."""
     shutil.copyfile(old, new)
     with new.open("rb") as file:
         files.sync_file(file.fileno())

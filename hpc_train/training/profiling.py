@@ -100,15 +100,14 @@ class StepProfiler:
         self._steps_done = 0
         self._began_at = 0.0
         self._profile: profile | None = None
-        self.has_begun = config.after_steps == 0  # in a replay
-        if self.has_begun:
+        self.has_begun = False
+        if config.after_steps == 0:  # in a replay
             self._begin()
 
     def step_done(self) -> None:
         """Called after each step: starts or ends the profile at its first or last step."""
         self._steps_done += 1
         if self._steps_done == self._config.after_steps:
-            self.has_begun = True
             self._begin()
         elif self._steps_done == self._config.after_steps + self._config.steps:
             _synchronize(self._device)
@@ -137,6 +136,7 @@ class StepProfiler:
             self._write(running, total_s, num_steps)
 
     def _begin(self) -> None:
+        self.has_begun = True
         is_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
         _synchronize(self._device)

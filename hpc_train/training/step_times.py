@@ -95,7 +95,7 @@ class StepTimes:
     def paused(self) -> Iterator[None]:
         """Exclude the time inside this context, such as an evaluation, from the times of steps.
 
-        A context inside another one changes nothing.
+        Nested contexts count once.
         """
         if self._is_paused:
             yield

@@ -81,7 +81,7 @@ class TrainingRun:
     skipped: frozenset[int] = frozenset()
     #: On rank 0 only, if the model's FLOPs can be counted.
     flops: FlopRates | None = None
-    #: On rank 0 only, if a profile is requested; the attempt has one, whatever it rolls back.
+    #: On rank 0 only, if a profile is requested. Kept through rollbacks: an attempt is profiled once.
     profiler: StepProfiler | None = None
     #: The step of the last rollback.
     rolled_back_at: int | None = None
